@@ -1,0 +1,41 @@
+# Each target makes the virtual environment first; `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+
+setup: $(STAMP)  ## make .venv with everything needed to run and test
+	@echo "ready: $(BIN)/hipress --help"
+
+# A stamp, so that this costs nothing until a dependency changes. The source tree is installed as
+# a link: editing src needs no new install.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,data,lab,report]"
+	@touch $@
+
+demo: $(STAMP)  ## see the package at work
+	@$(BIN)/hipress demo
+
+check: $(STAMP)  ## lint, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: check  ## everything CI runs
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)  ## speed of the codecs beside memcpy
+	@$(BIN)/hipress bench codecs
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,33 @@
+"""HiPress: compressed gradient exchange for data-parallel training.
+
+`hipress.codec("ef(onebit)")` makes a codec; `hipress.codecs` lists and describes them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hipress import codecs
+    from hipress.codecs import Codec, codec
+
+__version__ = "0.1.0"
+
+__all__ = ["Codec", "__version__", "codec", "codecs"]
+
+# Public name: where it lives. Loaded when first used, so that `import hipress` costs nothing.
+_LAZY = {"Codec": "hipress.codecs", "codec": "hipress.codecs", "codecs": "hipress.codecs"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'hipress' has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    value = module if _LAZY[name] == f"hipress.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,141 @@
+"""`hipress bench`: speed tables, each with its baseline measured in the same run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hipress.errors import UsageError
+
+app = typer.Typer(no_args_is_help=True)
+
+_UNIT_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+}
+
+
+@app.callback(epilog="Example: hipress bench codecs --size 25MB")
+def bench() -> None:
+    """Measure speed, with the baseline in the same run."""
+
+
+@app.command(
+    epilog="Example: hipress bench codecs --size 25MB --codecs 'ef(onebit),terngrad' --json f.json"
+)
+def codecs(
+    size: Annotated[str, typer.Option(help="Gradient size: 100MB, 4MiB, 25e6 (bytes).")] = "100MB",
+    threads: Annotated[int, typer.Option(min=1, help="Threads for codecs and torch alike.")] = 1,
+    codecs: Annotated[
+        str | None, typer.Option(help="Codec expressions, with commas between; all if not given.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds per codec; medians count.")] = 9,
+    eager: Annotated[bool, typer.Option(help="Time the eager-torch form too.")] = True,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the rows to this file; - for stdout.")
+    ] = None,
+) -> None:
+    """Encode, decode and decode-add beside memcpy and beside eager torch.
+
+    "x memcpy" is memcpy's time divided by the codec's: 0.5 is half the
+    speed of a plain copy of the gradient. "x eager" is the time of the
+    same algorithm in eager torch divided by the codec's.
+    """
+    from hipress.report.codec_rows import line_up
+    from hipress.report.table import is_stdout, write_json
+
+    size_bytes = parse_size(size)
+    expressions = line_up() if codecs is None else split_expressions(codecs)
+    rows = _codec_rows(expressions, size_bytes, threads, repeats, eager)
+    _print_codec_rows(rows, to_stderr=is_stdout(json))
+    if json is not None:
+        write_json(json, "bench codecs", rows)
+
+
+def parse_size(text: str) -> int:
+    """Bytes that a size such as 100MB, 4MiB or 25e6 means, at least one float32.
+
+    >>> parse_size("100MB"), parse_size("4MiB"), parse_size("25e6")
+    (100000000, 4194304, 25000000)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([kmg]?i?b?)\s*", text.lower())
+    num_bytes = 0
+    if found is not None and found[2] in _UNIT_BYTES:
+        num_bytes = int(float(found[1]) * _UNIT_BYTES[found[2]])
+    if num_bytes < 4:
+        raise UsageError(
+            f"size {text!r} is not a number of bytes, at least 4; write e.g. 100MB (10^6), "
+            "4MiB (2^20) or 25e6."
+        )
+    return num_bytes
+
+
+def split_expressions(text: str) -> list[str]:
+    """Codec expressions out of a comma-separated list; commas inside brackets do not split.
+
+    >>> split_expressions("none, topk(ratio=0.01,exact=true)")
+    ['none', 'topk(ratio=0.01,exact=true)']
+    """
+    pieces, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return [piece.strip() for piece in pieces]
+
+
+def _codec_rows(
+    expressions: list[str], size_bytes: int, threads: int, repeats: int, with_eager: bool
+) -> list[dict[str, Any]]:
+    """One row per codec, with a progress bar on stderr."""
+    import hipress
+    from hipress.report.codec_rows import gaussian, speed_row
+    from hipress.report.table import progress_bar
+
+    for expression in expressions:
+        hipress.codec(expression)  # a misspelt last one must not cost a minute
+    x = gaussian(size_bytes)
+    rows = []
+    with progress_bar(len(expressions)) as begin:
+        for expression in expressions:
+            rows.append(
+                speed_row(
+                    expression,
+                    x,
+                    threads=threads,
+                    repeats=repeats,
+                    with_eager=with_eager,
+                    on_round=begin(expression),
+                )
+            )
+    return rows
+
+
+def _print_codec_rows(rows: list[dict[str, Any]], to_stderr: bool) -> None:
+    from hipress.report.table import Column, fixed, print_table
+
+    columns = [
+        Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),
+        Column(header="ratio", show=fixed("ratio", 1)),
+    ]
+    for verb, header in (("encode", "encode"), ("decode", "decode"), ("decode_add", "dec-add")):
+        columns += [
+            Column(header=f"{header}\nms", show=fixed(f"{verb}_seconds_median", 2, scale=1e3)),
+            Column(header="x\nmemcpy", show=fixed(f"{verb}_x_memcpy", 2)),
+        ]
+        if verb == "encode":
+            columns.append(Column(header="x\neager", show=fixed("encode_x_eager", 1)))
+    size, threads = rows[0]["size_bytes"], rows[0]["threads"]
+    title = f"{size / 1e6:g} MB of float32, {threads} thread(s), medians"
+    print_table(title, columns, rows, to_stderr=to_stderr)

@@ -1,0 +1,221 @@
+"""`hipress doctor`: what this machine has, what is missing, and which backend will be used."""
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+import hipress
+from hipress import settings
+from hipress.cli import _machine
+from hipress.cli._machine import Facts
+from hipress.errors import HipressError
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "data": ("scikit-learn",),
+    "jax": ("jax",),
+    "lab": ("pyroute2",),
+    "mxnet": ("mxnet",),
+    "report": ("matplotlib", "plotly"),
+    "tensorflow": ("tensorflow",),
+}
+"""The extras a user may add, and the packages they bring (a test compares pyproject.toml)."""
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: hipress doctor --json")
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object in place of the table.")
+    ] = False,
+) -> None:
+    """Say what this machine has, what is missing, and which backend will be used and why."""
+    report = examine()
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_table(report)
+    if not report["ok"]:
+        for problem in report["problems"]:
+            print(f"hipress: can not work here: {problem}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def examine() -> Facts:
+    """Return everything the doctor knows, as plain values ready for JSON."""
+    torch, devices = _machine.torch_facts()
+    numba = _machine.import_facts("numba")
+    problems = []
+    if torch["error"]:
+        problems.append(f"torch can not be imported ({torch['error']}); install it with pip")
+    values, cache = _settings(problems)
+    asked = values[settings.BACKEND.name]
+    cpu = cpu_backend(asked["text"] if asked["valid"] else None, numba)
+    if cpu["backend"] is None and asked["valid"]:
+        problems.append(cpu["why"])
+    if cpu["backend"] == "cpu" and cache and not cache["writable"]:
+        problems.append(
+            f"the cache folder can not be written ({cache['error']}); "
+            f"set {settings.CACHE_DIR.name} to a folder that can"
+        )
+    return {
+        "ok": not problems,
+        "problems": problems,
+        "hipress": {"version": hipress.__version__},
+        "python": {"version": platform.python_version(), "implementation": sys.implementation.name},
+        "torch": torch,
+        "numba": numba,
+        "triton": {"version": _machine.package_version("triton")},
+        "cuda_devices": devices,
+        "cores": _machine.core_facts(),
+        "memory": _machine.memory_facts(),
+        "cache": cache,
+        "settings": values,
+        "unknown_variables": [
+            {"name": stray.name, "suggestion": stray.suggestion}
+            for stray in settings.unknown_variables()
+        ],
+        "extras": _extras(),
+        "lab": _lab(),
+        "backends": {"cpu": cpu, "cuda": cuda_backend(devices)},
+    }
+
+
+def cpu_backend(asked: str | None, numba: Facts) -> Facts:
+    """Return the backend that CPU tensors will get, or None for it, and why.
+
+    Args:
+        asked: The value of HIPRESS_BACKEND; None if it is not valid.
+        numba: What `import_facts` found out about numba.
+    """
+    name = settings.BACKEND.name
+    if asked is None:
+        return {"backend": None, "why": f"{name} has no valid value"}
+    if asked == "reference":
+        return {"backend": "reference", "why": f"{name}=reference asks for it; it is slow"}
+    if numba["error"]:
+        return {
+            "backend": None,
+            "why": f"numba can not be imported ({numba['error']}); install it with pip, or set "
+            f"{name}=reference for the slow backend that does without",
+        }
+    reason = "is auto" if asked == "auto" else "asks for it"
+    return {"backend": "cpu", "why": f"{name} {reason}, and numba {numba['version']} works"}
+
+
+def cuda_backend(devices: list[Facts]) -> Facts:
+    """Return the backend that CUDA tensors will get (none in this version), and why."""
+    seen = f"torch sees {len(devices)} CUDA device(s)" if devices else "torch sees no CUDA device"
+    return {
+        "backend": None,
+        "why": f"this version has no GPU backend ({seen}); copy the gradient to the CPU first",
+    }
+
+
+def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:
+    """Return each setting as it stands and the state of the cache folder; collect bad values."""
+    values: Facts = {}
+    cache = None
+    for setting in settings.SETTINGS:
+        row = {"text": settings.text(setting), "valid": True, "meaning": setting.meaning}
+        try:
+            value = settings.read(setting)
+            if setting is settings.CACHE_DIR:
+                cache = _machine.folder_facts(value)
+        except HipressError as error:
+            problems.append(str(error))
+            row["valid"] = False
+        values[setting.name] = row
+    return values, cache
+
+
+def _extras() -> Facts:
+    report: Facts = {}
+    for extra, packages in EXTRAS.items():
+        versions = {package: _machine.package_version(package) for package in packages}
+        complete = None not in versions.values()
+        install = None if complete else f"pip install {shlex.quote(f'hipress[{extra}]')}"
+        report[extra] = {"packages": versions, "install": install}
+    return report
+
+
+def _lab() -> Facts:
+    facts = _machine.lab_facts()
+    if facts["pyroute2"] is None:
+        verdict = "no: pyroute2 is missing"
+    elif facts["root"] and facts["network_namespaces"]:
+        verdict = "yes: as root"
+    elif facts["user_namespaces"]:
+        verdict = "yes: in a user namespace"
+    else:
+        verdict = "no: this process may not make network namespaces; run as root"
+    return {**facts, "emulated_links": verdict}
+
+
+def _print_table(report: Facts) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("what", "found", box=box.SIMPLE, title="hipress doctor", title_justify="left")
+    for what, found in _rows(report):
+        # Text, not markup: "hipress[lab]" would be read as a style.
+        table.add_row(Text(what), Text(found))
+    Console().print(table)
+
+
+def _rows(report: Facts) -> Iterator[tuple[str, str]]:
+    python, torch, cores, memory = (report[k] for k in ("python", "torch", "cores", "memory"))
+    yield "hipress", report["hipress"]["version"]
+    yield "Python", f"{python['version']} ({python['implementation']})"
+    yield "torch", _version(torch) + (f", {torch['build']} build" if torch["build"] else "")
+    if torch["note"]:
+        yield "torch says", torch["note"]
+    yield "numba", _version(report["numba"])
+    yield "triton", report["triton"]["version"] or "not installed"
+    if not report["cuda_devices"]:
+        yield "CUDA devices", "none"
+    for index, gpu in enumerate(report["cuda_devices"]):
+        size = f"{_gib(gpu['memory_bytes'])}, capability {gpu['capability']}"
+        yield f"CUDA device {index}", f"{gpu['name']}, {size}"
+    quota = cores["cgroup_quota"]
+    limits = f"{cores['installed']} installed, affinity {cores['affinity']}, cgroup quota "
+    yield "cores usable", f"{cores['usable']} ({limits}{'none' if quota is None else f'{quota:g}'})"
+    limit = memory["cgroup_limit_bytes"]
+    limits = f"{_gib(memory['total_bytes'])} installed, cgroup limit "
+    limits += "none" if limit is None else _gib(limit)
+    yield "memory usable", f"{_gib(memory['usable_bytes'])} ({limits})"
+    if cache := report["cache"]:
+        state = "can be written" if cache["writable"] else f"can NOT be written ({cache['error']})"
+        yield "cache folder", f"{cache['path']}, {state}"
+    for name, row in report["settings"].items():
+        valid = "" if row["valid"] else ", which is not valid"
+        yield name, f"{row['text']}{valid} ({row['meaning']})"
+    for stray in report["unknown_variables"]:
+        hint = f"; did you mean {stray['suggestion']}?" if stray["suggestion"] else ""
+        yield stray["name"], f"is set, but there is no such setting{hint}"
+    for extra, row in report["extras"].items():
+        versions = (f"{name} {version or 'missing'}" for name, version in row["packages"].items())
+        command = f"; add with: {row['install']}" if row["install"] else ""
+        yield f"extra {extra}", ", ".join(versions) + command
+    lab = report["lab"]
+    abilities = ("root", "network_namespaces", "user_namespaces")
+    detail = ", ".join(f"{k.replace('_', ' ')} {'yes' if lab[k] else 'no'}" for k in abilities)
+    yield "lab: emulated links", f"{lab['emulated_links']} ({detail})"
+    for device, choice in report["backends"].items():
+        backend = choice["backend"] or "no backend"
+        yield f"{device.upper()} tensors", f"{backend}: {choice['why']}"
+
+
+def _version(facts: Facts) -> str:
+    return facts["version"] or f"can not be imported: {facts['error']}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,227 @@
+"""A codec made from a CompLL program, with error feedback and momentum fused in."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from hipress import settings
+from hipress.codecs import frame, tensors
+from hipress.codecs.base import Codec, State
+from hipress.compll.build import Bound, Loaded
+from hipress.compll.derive import ALPHA, MU, PLAIN, Variant
+from hipress.compll.ir import MAX_NUMEL
+from hipress.compll.threads import runner
+from hipress.errors import FrameError, UsageError
+
+HEAD_BYTES = frame.frame_bytes([0])
+"""Header and table of a frame with one body."""
+
+
+class ProgramCodec(Codec):
+    """Runs the kernels of a program on tensors.
+
+    Args:
+        bound: The program with its parameters.
+        name: The expression that makes this codec.
+        variant: Wrappers that are fused into its encode.
+        mu: The momentum factor, where `variant` has momentum.
+        backend: A CompLL backend; by default what `HIPRESS_BACKEND` says at each call.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        *,
+        name: str,
+        variant: Variant = PLAIN,
+        mu: float = 0.9,
+        backend: str | None = None,
+    ) -> None:
+        self.bound = bound
+        self.variant = variant
+        self.mu = mu
+        self._name = name
+        self._backend = backend
+        self._body_bytes = bound.body_bytes()  # also checks the whole program, before any use
+        self._extra = {MU: mu, ALPHA: 1.0}
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @cached_property
+    def codec_hash(self) -> int:
+        # Wrappers change what is encoded, not how: their frames are interchangeable.
+        identity = repr((self.bound.program.text, self.bound.values, frame.VERSION))
+        return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
+
+    @property
+    def backend(self) -> str:
+        """The CompLL backend that CPU tensors use now."""
+        chosen = self._backend or settings.backend()
+        return "cpu" if chosen == "auto" else chosen
+
+    def with_variant(self, variant: Variant, name: str, mu: float = 0.9) -> ProgramCodec:
+        """The same program under other wrappers."""
+        return ProgramCodec(self.bound, name=name, variant=variant, mu=mu, backend=self._backend)
+
+    def wire_bytes(self, numel: int) -> int:
+        if not 0 <= numel <= MAX_NUMEL:
+            raise UsageError(f"a gradient of {numel} elements; a codec takes 0 to {MAX_NUMEL}.")
+        return HEAD_BYTES + self._body_bytes(numel)
+
+    def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
+        state: State = {}
+        for name in self._state_names:
+            state[name] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
+        if self._kernel.random:
+            for key, value in (("seed", seed), ("stream", stream), ("step", 0)):
+                state[key] = torch.tensor(value, dtype=torch.int64)
+        return state
+
+    def encode(
+        self, x: torch.Tensor, state: State | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        loaded = self._load(tensors.storage(x, "the gradient"))
+        numel = x.numel()
+        size = self.wire_bytes(numel)
+        payload = torch.empty(size, dtype=torch.uint8) if out is None else _checked_out(out, size)
+        states, rng = self._open(state, numel)
+        data = payload.numpy()
+        header = frame.Header(codec_hash=self.codec_hash, step=rng[2])
+        frame.write_header(data, header, [frame.Body(numel, size - HEAD_BYTES)])
+        body = data[HEAD_BYTES:]
+        if numel == 0:
+            body[:] = 0
+        elif loaded.module.encode(
+            numel,
+            self.bound.floats(loaded.encode, self._extra),
+            rng,
+            body,
+            tensors.flat(x.contiguous()),
+            states,
+            tensors.scratch,
+            runner(settings.num_threads()),
+        ):
+            frame.set_flag(data, frame.FLAG_NONFINITE)
+        if state is not None and "step" in state:
+            state["step"] += 1
+        return payload
+
+    def decode(
+        self,
+        payload: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        add: bool = False,
+        alpha: float = 1.0,
+    ) -> torch.Tensor:
+        data = _checked_payload(payload)
+        header, body = frame.read_single(data, self.codec_hash)
+        numel = body.numel
+        if body.num_bytes != self._expected_bytes(numel):
+            raise FrameError(
+                f"the frame gives {body.num_bytes} bytes for {numel} elements; {self.name} needs "
+                f"{self._expected_bytes(numel)}: it is damaged, send it again."
+            )
+        if out is None:
+            if add:
+                raise UsageError("decode with add=True needs out=, the tensor to add to.")
+            out = torch.empty(numel, dtype=torch.float32)
+        elif out.numel() != numel:
+            raise UsageError(f"out has {out.numel()} elements; the frame holds {numel}.")
+        elif not out.is_contiguous():
+            raise UsageError("out is not contiguous; decode into a contiguous tensor and copy.")
+        loaded = self._load(tensors.storage(out, "out"))
+        if numel == 0:
+            return out
+        if header.nonfinite:
+            out.detach().fill_(float("nan"))
+            return out
+        kernel = loaded.module.decode_add if add else loaded.module.decode
+        params = self.bound.floats(loaded.decode, {ALPHA: alpha})
+        refusal = kernel(
+            numel,
+            params,
+            (0, 0, 0),
+            data[body.offset : body.offset + body.num_bytes],
+            tensors.flat(out),
+            tensors.scratch,
+            runner(settings.num_threads()),
+        )
+        if refusal is not None:
+            raise FrameError(f"the frame is damaged: {refusal}; send it again.")
+        return out
+
+    # Inside.
+
+    def _load(self, dtype: str) -> Loaded:
+        return self.bound.load(self.backend, dtype=dtype, variant=self.variant)
+
+    @cached_property
+    def _kernel(self) -> Any:
+        return self.bound.kernels(variant=self.variant)[0]
+
+    @cached_property
+    def _state_names(self) -> list[str]:
+        return [array.label for array in self._kernel.states]
+
+    def _expected_bytes(self, numel: int) -> int:
+        return self._body_bytes(numel) if numel <= MAX_NUMEL else -1
+
+    def _open(self, state: State | None, numel: int) -> tuple[list[Any], tuple[int, int, int]]:
+        """State tensors as kernels take them, and (seed, stream, step)."""
+        names = self._state_names
+        if state is None:
+            if names or self._kernel.random:
+                raise UsageError(
+                    f"{self.name} keeps state; make it once with state = c.init(x) and pass it: "
+                    "c.encode(x, state)."
+                )
+            return [], (0, 0, 0)
+        arrays = []
+        for name in names:
+            held = state.get(name)
+            if held is None:
+                raise UsageError(f"the state has no {name!r}; make it with {self.name}.init(x).")
+            if held.dtype != torch.float32 or held.numel() != numel or not held.is_contiguous():
+                raise UsageError(
+                    f"state {name!r} has {held.numel()} elements of {held.dtype}; the gradient "
+                    f"needs {numel} of torch.float32: make a new state with init(x)."
+                )
+            arrays.append(tensors.flat(held))
+        if not self._kernel.random:
+            return arrays, (0, 0, 0)
+        missing = [key for key in ("seed", "stream", "step") if key not in state]
+        if missing:
+            raise UsageError(f"the state has no {missing[0]!r}; make it with {self.name}.init(x).")
+        seed, stream, step = (int(state[key]) for key in ("seed", "stream", "step"))
+        return arrays, (seed & (2**64 - 1), stream & (2**32 - 1), step & (2**32 - 1))
+
+
+def _checked_out(out: torch.Tensor, size: int) -> torch.Tensor:
+    if out.dtype != torch.uint8 or out.numel() != size or not out.is_contiguous():
+        raise UsageError(
+            f"out has {out.numel()} elements of {out.dtype}; encode needs {size} contiguous bytes: "
+            "torch.empty(c.wire_bytes(x.numel()), dtype=torch.uint8)."
+        )
+    if out.data_ptr() % frame.ALIGN:
+        raise UsageError(f"out does not start on a multiple of {frame.ALIGN} bytes; allocate it.")
+    return out.view(-1)
+
+
+def _checked_payload(payload: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    if payload.dtype != torch.uint8 or payload.dim() != 1:
+        raise FrameError(
+            f"a payload is a 1-D uint8 tensor; this has dtype {payload.dtype} and "
+            f"{payload.dim()} dimensions."
+        )
+    payload = payload.detach().contiguous()
+    if payload.data_ptr() % frame.ALIGN:  # kernels read floats and words from it
+        payload = payload.clone()
+    return payload.numpy()

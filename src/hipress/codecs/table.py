@@ -1,0 +1,196 @@
+"""The table of codecs, and the way from an expression to a codec."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from hipress.codecs import expression, wrappers
+from hipress.codecs.base import Codec
+from hipress.codecs.expression import Call, Value
+from hipress.codecs.program import ProgramCodec
+from hipress.codecs.spec import Option, Spec
+from hipress.compll.build import Program, parse_program, read_program
+from hipress.compll.derive import Variant
+from hipress.errors import UsageError
+
+TABLE = {
+    "none": "hipress.codecs.none",
+    "fp16": "hipress.codecs.fp16",
+    "bf16": "hipress.codecs.bf16",
+    "onebit": "hipress.codecs.onebit",
+    "minmax": "hipress.codecs.minmax",
+    "terngrad": "hipress.codecs.terngrad",
+    "topk": "hipress.codecs.topk",
+}
+"""Name of a codec: the module whose `SPEC` describes it."""
+
+WRAPPERS = ("ef", "momentum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What `describe` tells of a codec."""
+
+    name: str
+    summary: str
+    paper: str
+    options: Mapping[str, str]
+    """Each option with its default, its rule and what it is."""
+    feedback: bool
+    """Whether error feedback is on unless `ef=false`."""
+    program: str
+    """The text of its CompLL program."""
+
+
+def names() -> list[str]:
+    """The built-in codecs.
+
+    Example:
+        >>> "onebit" in names()
+        True
+    """
+    return list(TABLE)
+
+
+def describe(name: str) -> Description:
+    """What a codec does, its options and their defaults, its paper and its program.
+
+    Example:
+        >>> describe("topk").feedback
+        True
+    """
+    spec = _spec(name)
+    return Description(
+        name=name,
+        summary=spec.summary,
+        paper=spec.paper,
+        options={o.name: f"{_shown(o.default)}: {o.about} ({o.rule})" for o in spec.options},
+        feedback=spec.feedback,
+        program=_text(spec),
+    )
+
+
+def codec(expr: str, **options: Value) -> Codec:
+    """The codec that an expression names.
+
+    Args:
+        expr: E.g. `onebit`, `ef(topk(ratio=0.01))`, `momentum(ef(onebit), mu=0.9)`, or the path
+            of a `.pse` program.
+        options: Further options of the outermost codec: `codec("my.pse", bitwidth=4)`.
+
+    Raises:
+        UsageError: The expression names no codec, or an option does not fit.
+        ProgramError: The program at that path is wrong.
+
+    Example:
+        >>> codec("onebit", ef=False).name
+        'onebit(ef=false)'
+    """
+    if not isinstance(expr, str):
+        raise UsageError(f"a codec is named by a string such as 'ef(onebit)'; got {expr!r}.")
+    call = expression.parse(expr)
+    if options:
+        call = Call(call.name, call.args, (*call.options, *options.items()))
+        expression.parse(str(call))  # an option given twice is found here
+    return _build(call) if _has_path(call) else _cached(str(call))
+
+
+@lru_cache(maxsize=256)
+def _cached(expr: str) -> Codec:
+    return _build(expression.parse(expr))
+
+
+def _has_path(call: Call) -> bool:
+    return call.is_path or any(_has_path(a) for a in call.args)
+
+
+def _build(call: Call) -> Codec:
+    if call.name in WRAPPERS:
+        return _wrap(call)
+    if call.args:
+        raise UsageError(
+            f"{call.name} takes no codec inside; wrappers are {' and '.join(WRAPPERS)}, "
+            f"e.g. 'ef({call.name})'."
+        )
+    options = dict(call.options)
+    asked = options.pop("ef", None)
+    if asked is not None and not isinstance(asked, bool):
+        raise UsageError(f"{call.name}: ef={_shown(asked)} must be true or false.")
+    if call.is_path:
+        bound = read_program(call.name).bind(options)
+        plain = ProgramCodec(bound, name=str(call))
+        return wrappers.feedback(plain) if asked else plain
+    spec = _spec(call.name)
+    values = {o.param or o.name: _option(call.name, o, options) for o in spec.options}
+    if options:
+        known = ", ".join([*(o.name for o in spec.options), "ef"])
+        raise UsageError(f"{call.name} has no option {next(iter(options))!r}; it takes: {known}.")
+    plain = ProgramCodec(_program(call.name).bind(values), name=str(call))
+    wanted = spec.feedback if asked is None else asked
+    if not wanted:
+        return plain
+    return plain.with_variant(Variant(feedback=True), str(call))
+
+
+def _wrap(call: Call) -> Codec:
+    if len(call.args) != 1:
+        raise UsageError(f"{call.name} takes one codec, e.g. '{call.name}(onebit)'.")
+    inner = _build(call.args[0])
+    options = dict(call.options)
+    if call.name == "ef":
+        if options:
+            raise UsageError(f"ef has no option {next(iter(options))!r}; it takes none.")
+        return wrappers.feedback(inner)
+    mu, nesterov = options.pop("mu", 0.9), options.pop("nesterov", False)
+    if options:
+        raise UsageError(f"momentum has no option {next(iter(options))!r}; it takes: mu, nesterov.")
+    if isinstance(mu, bool | str) or not isinstance(nesterov, bool):
+        raise UsageError(
+            f"momentum: mu={_shown(mu)} must be a number and nesterov={_shown(nesterov)} "
+            "true or false."
+        )
+    return wrappers.momentum(inner, mu=float(mu), nesterov=nesterov)
+
+
+def _option(codec_name: str, option: Option, options: dict[str, Value]) -> Any:
+    value = options.pop(option.name, option.default)
+    try:
+        fits = option.allowed(value)
+    except TypeError:  # a word where a number belongs
+        fits = False
+    if not fits:
+        raise UsageError(f"{codec_name}: {option.name}={_shown(value)} must be {option.rule}.")
+    return value
+
+
+def _shown(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _spec(name: str) -> Spec:
+    if name not in TABLE:
+        close = difflib.get_close_matches(name, [*TABLE, *WRAPPERS], n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise UsageError(
+            f"no codec {name!r}; there are: {', '.join(TABLE)}, wrapped by "
+            f"{' and '.join(WRAPPERS)}, or the path of a .pse program.{hint}"
+        )
+    spec = importlib.import_module(TABLE[name]).SPEC
+    assert isinstance(spec, Spec)
+    return spec
+
+
+def _text(spec: Spec) -> str:
+    return resources.files("hipress.codecs").joinpath(spec.program).read_text("utf-8")
+
+
+@lru_cache(maxsize=64)
+def _program(name: str) -> Program:
+    spec = _spec(name)
+    return parse_program(_text(spec), file=spec.program)

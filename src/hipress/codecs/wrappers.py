@@ -1,0 +1,129 @@
+"""Error feedback and momentum around any codec.
+
+`feedback` and `momentum` fuse themselves into a program's kernels. The classes here are the
+generic path: right for every codec, slower, and the oracle that tests hold the fused one against.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hipress.codecs.base import Codec, State
+from hipress.codecs.program import ProgramCodec
+from hipress.compll.derive import Variant
+from hipress.errors import UsageError
+
+
+def feedback(inner: Codec) -> Codec:
+    """`ef(inner)`: what compression lost is added to the next gradient."""
+    if isinstance(inner, Feedback) or (isinstance(inner, ProgramCodec) and inner.variant.feedback):
+        return inner
+    if isinstance(inner, Momentum) or (isinstance(inner, ProgramCodec) and inner.variant.momentum):
+        raise UsageError(
+            f"ef({inner.name}) would feed back what momentum made; write momentum(ef(...)) instead."
+        )
+    if isinstance(inner, ProgramCodec):
+        return inner.with_variant(Variant(feedback=True), f"ef({inner.name})")
+    return Feedback(inner)
+
+
+def momentum(inner: Codec, *, mu: float = 0.9, nesterov: bool = False) -> Codec:
+    """`momentum(inner, mu=..., nesterov=...)`: the momentum of the gradients is sent."""
+    if not 0 <= mu < 1:
+        raise UsageError(f"momentum: mu={mu} must be at least 0 and below 1, e.g. 0.9.")
+    if isinstance(inner, ProgramCodec) and not inner.variant.momentum:
+        variant = Variant(feedback=inner.variant.feedback, momentum=True, nesterov=nesterov)
+        return inner.with_variant(variant, _momentum_name(inner, mu, nesterov), mu)
+    return Momentum(inner, mu=mu, nesterov=nesterov)
+
+
+def _momentum_name(inner: Codec, mu: float, nesterov: bool) -> str:
+    return f"momentum({inner.name}, mu={mu!r}, nesterov={'true' if nesterov else 'false'})"
+
+
+class _Wrapper(Codec):
+    """What a wrapper leaves to the codec inside."""
+
+    def __init__(self, inner: Codec) -> None:
+        self.inner = inner
+
+    @property
+    def codec_hash(self) -> int:
+        return self.inner.codec_hash
+
+    def wire_bytes(self, numel: int) -> int:
+        return self.inner.wire_bytes(numel)
+
+    def decode(
+        self,
+        payload: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        add: bool = False,
+        alpha: float = 1.0,
+    ) -> torch.Tensor:
+        return self.inner.decode(payload, out=out, add=add, alpha=alpha)
+
+    def _memory(self, name: str, x: torch.Tensor, state: State | None) -> torch.Tensor:
+        if state is None or name not in state:
+            raise UsageError(
+                f"{self.name} keeps state; make it once with state = c.init(x) and pass it."
+            )
+        if state[name].numel() != x.numel():
+            raise UsageError(
+                f"state {name!r} has {state[name].numel()} elements; the gradient {x.numel()}."
+            )
+        return state[name]
+
+
+class Feedback(_Wrapper):
+    """Error feedback by the book: c = g + r; p = encode(c); r = c - decode(p)."""
+
+    @property
+    def name(self) -> str:
+        return f"ef({self.inner.name})"
+
+    def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
+        state = self.inner.init(x, seed=seed, stream=stream)
+        state["residual"] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
+        return state
+
+    def encode(
+        self, x: torch.Tensor, state: State | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        residual = self._memory("residual", x, state)
+        corrected = x.detach().reshape(-1).float() + residual
+        payload = self.inner.encode(corrected, state, out=out)
+        left = self.inner.decode(payload)
+        torch.sub(corrected, left, out=left)
+        # A NaN or an infinity never enters the residual: such an element keeps what it had.
+        residual.copy_(torch.where(left.isfinite(), left, residual))
+        return payload
+
+
+class Momentum(_Wrapper):
+    """m = mu * m + g is sent; with Nesterov's look-ahead, g + mu * m."""
+
+    def __init__(self, inner: Codec, *, mu: float = 0.9, nesterov: bool = False) -> None:
+        super().__init__(inner)
+        self.mu = mu
+        self.nesterov = nesterov
+
+    @property
+    def name(self) -> str:
+        return _momentum_name(self.inner, self.mu, self.nesterov)
+
+    def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
+        state = self.inner.init(x, seed=seed, stream=stream)
+        state["momentum"] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
+        return state
+
+    def encode(
+        self, x: torch.Tensor, state: State | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        held = self._memory("momentum", x, state)
+        gradient = x.detach().reshape(-1).float()
+        fresh = held * self.mu + gradient
+        sent = gradient + fresh * self.mu if self.nesterov else fresh
+        held.copy_(torch.where(fresh.isfinite(), fresh, held))
+        return self.inner.encode(sent, state, out=out)

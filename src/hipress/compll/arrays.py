@@ -1,0 +1,313 @@
+"""Arrays of a program: what the element at an index is.
+
+No array is stored unless something needs it in memory: `at(i)` gives the value of one element, so
+a chain of maps is one expression and one pass. Filters, sorts, scans and scatters are the
+barriers; a `Draft` collects the writes they and the program's outputs need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hipress.compll.ir import STORAGE_BITS, Array, Expr, Filter, Fold, Graph, Require, Sort
+
+
+@dataclass(frozen=True, slots=True)
+class ElemType:
+    """A type of the language without the star."""
+
+    kind: str
+    """`float`, `int`, `uint`, `float16` or `bfloat16`."""
+    bits: int = 0
+    """Width of a `uint`."""
+
+    def __str__(self) -> str:
+        return f"uint{self.bits}" if self.kind == "uint" else self.kind
+
+    @property
+    def storage(self) -> str:
+        names = {"float": "f32", "int": "i64", "float16": "f16", "bfloat16": "bf16"}
+        return names.get(self.kind) or f"u{self.bits}"
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of one scalar in a payload."""
+        return max(1, STORAGE_BITS[self.storage] // 8)
+
+
+FLOAT = ElemType("float")
+INT = ElemType("int")
+BOOL = ElemType("uint", 1)
+
+
+def convert(graph: Graph, value: Expr, elem: ElemType) -> Expr:
+    """`value` as an element of this type (a `uint` saturates)."""
+    if elem.kind == "float":
+        return graph.to_float(value)
+    if elem.kind == "int":
+        return graph.to_int(value)
+    if elem.kind == "uint":
+        return graph.to_uint(value, elem.bits)
+    rounded = {"float16": "round_f16", "bfloat16": "round_bf16"}[elem.kind]
+    return graph.unary(rounded, graph.to_float(value))
+
+
+class ArrayValue(Protocol):
+    """Anything with a length and an element at each index."""
+
+    @property
+    def length(self) -> Expr: ...
+    @property
+    def elem(self) -> ElemType: ...
+    def at(self, ix: Expr) -> Expr:
+        """The element at `ix`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An array in memory."""
+
+    draft: Draft
+    array: Array
+    elem: ElemType
+
+    @property
+    def length(self) -> Expr:
+        return self.array.length
+
+    def at(self, ix: Expr) -> Expr:
+        return self.draft.graph.load(self.array, ix)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """An array given by a function of the index."""
+
+    length: Expr
+    elem: ElemType
+    at: Callable[[Expr], Expr]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a filter let through of an array; `source(i)` is the element at i before it."""
+
+    draft: Draft
+    filter: Filter
+    elem: ElemType
+    source: Callable[[Expr], Expr]
+
+    @property
+    def length(self) -> Expr:
+        return self.draft.graph.count(self.filter)
+
+    @property
+    def element(self) -> Expr:
+        """The element, in terms of the index before the filter."""
+        return self.source(self.draft.graph.idx(self.filter.length))
+
+    def at(self, ix: Expr) -> Expr:
+        array = self.draft.emitted(self.filter, self.element, self.elem)
+        return self.draft.graph.load(array, ix)
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A sorted array; single elements are found without sorting all."""
+
+    draft: Draft
+    sort: Sort
+    elem: ElemType
+
+    @property
+    def length(self) -> Expr:
+        return self.sort.length
+
+    def at(self, ix: Expr) -> Expr:
+        if ix.variance == 0:
+            if ix not in self.sort.ranks:
+                self.sort.ranks.append(ix)
+            return self.draft.graph.pick(self.sort, ix)
+        self.sort.whole = True
+        return self.draft.graph.load(self.sort.values, ix)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Zeros, with values added at some indices."""
+
+    draft: Draft
+    index: ArrayValue
+    value: ArrayValue
+    length: Expr
+    elem: ElemType
+
+    def at(self, ix: Expr) -> Expr:
+        graph = self.draft.graph
+        index, value = self.index, self.value
+        if isinstance(index, Kept) and isinstance(value, Kept) and index.filter is value.filter:
+            i = graph.idx(index.filter.length)
+            # Sent back to where it came from: the element is itself if taken, else zero.
+            if index.element is i and ix is i and self.length is index.filter.length:
+                zero = convert(graph, graph.const(0), self.elem)
+                return graph.select(graph.taken(index.filter), value.element, zero)
+        return graph.load(self.draft.spread(self), ix)
+
+
+@dataclass(frozen=True, slots=True)
+class PerBlock:
+    """One value for each block of the gradient, made inside a `per` scope."""
+
+    draft: Draft
+    value: Expr
+    size: int
+    elem: ElemType
+
+    @property
+    def length(self) -> Expr:
+        return self.draft.blocks(self.size)
+
+    def at(self, ix: Expr) -> Expr:
+        if ix is self.draft.graph.block("bnum", self.size):
+            return self.value
+        return self.draft.graph.load(self.draft.stored(self), ix)
+
+
+@dataclass(frozen=True, slots=True)
+class InBlocks:
+    """An array as long as the gradient, made block by block inside a `per` scope."""
+
+    draft: Draft
+    value: Expr
+    elem: ElemType
+
+    @property
+    def length(self) -> Expr:
+        return self.draft.graph.n
+
+    def at(self, ix: Expr) -> Expr:
+        if ix is self.draft.graph.idx(self.length):
+            return self.value
+        return self.draft.graph.load(self.draft.stored(self), ix)
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """A block's part of an array, seen inside a `per` scope."""
+
+    graph: Graph
+    array: ArrayValue
+    size: int
+
+    @property
+    def length(self) -> Expr:
+        return self.graph.block("blen", self.size)
+
+    @property
+    def elem(self) -> ElemType:
+        return self.array.elem
+
+    def at(self, ix: Expr) -> Expr:
+        return self.array.at(self.graph.binary("add", self.graph.block("bstart", self.size), ix))
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """`array[i] = value` over a whole domain."""
+
+    array: Array
+    value: Expr
+    length: Expr
+    """The domain; for `block`, the gradient's."""
+    final: bool
+    """An output: nothing in this kernel reads it back, so a later pass will do as well."""
+    each: str = "element"
+    """`element`, `block` or `scalar`: how many values there are."""
+    block: int | None = None
+    """For `block`: the block size."""
+
+
+@dataclass(eq=False)
+class Draft:
+    """What a kernel has to write, before it is cut into passes."""
+
+    graph: Graph
+    writes: list[Write] = field(default_factory=list)
+    emits: list[tuple[Filter, Array, Expr]] = field(default_factory=list)
+    sorts: list[Sort] = field(default_factory=list)
+    scans: list[tuple[Fold, Array]] = field(default_factory=list)
+    spreads: list[tuple[Array, Expr, Expr, Expr, bool]] = field(default_factory=list)
+    """Target, length, index, value, whether it starts from zero."""
+    requires: list[Require] = field(default_factory=list)
+    temps: list[Array] = field(default_factory=list)
+    folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
+    """Reductions by what they are, so that equal ones are one."""
+    _stored: dict[object, Array] = field(default_factory=dict)
+
+    def blocks(self, size: int) -> Expr:
+        """The number of blocks in the gradient."""
+        g = self.graph
+        return g.binary("idiv", g.binary("add", g.n, g.const(size - 1)), g.const(size))
+
+    def temp(self, elem: ElemType, length: Expr) -> Array:
+        """New memory for a value between two passes."""
+        array = Array(f"temp{len(self.temps)}", elem.storage, length)
+        self.temps.append(array)
+        return array
+
+    def stored(self, value: ArrayValue) -> Array:
+        """`value` in memory, written once however often it is asked for."""
+        if isinstance(value, Stored):
+            return value.array
+        if isinstance(value, Kept):
+            return self.emitted(value.filter, value.element, value.elem)
+        if isinstance(value, Ordered):
+            value.sort.whole = True
+            return value.sort.values
+        if isinstance(value, Spread):
+            return self.spread(value)
+        if isinstance(value, PerBlock):
+            key: object = ("block", value.value)
+            if key not in self._stored:
+                self._stored[key] = self.temp(value.elem, value.length)
+                self.writes.append(
+                    Write(self._stored[key], value.value, self.graph.n, False, "block", value.size)
+                )
+            return self._stored[key]
+        body = value.at(self.graph.idx(value.length))
+        key = ("element", body, value.elem)
+        if key not in self._stored:
+            self._stored[key] = self.temp(value.elem, value.length)
+            self.writes.append(Write(self._stored[key], body, value.length, False))
+        return self._stored[key]
+
+    def emitted(self, found: Filter, value: Expr, elem: ElemType) -> Array:
+        """The array that collects `value` of each element that `found` takes."""
+        key = ("emit", found, value, elem)
+        if key not in self._stored:
+            self._stored[key] = self.temp(elem, found.capacity)
+            self.emits.append((found, self._stored[key], value))
+        return self._stored[key]
+
+    def spread(self, value: Spread) -> Array:
+        """A scatter's result in memory."""
+        key = ("spread", id(value))
+        if key not in self._stored:
+            target = self.temp(value.elem, value.length)
+            self._stored[key] = target
+            self.scatter_into(target, value, clear=True)
+        return self._stored[key]
+
+    def scatter_into(self, target: Array, value: Spread, *, clear: bool) -> None:
+        """Plans the scatter itself, into memory that exists."""
+        ix = self.graph.idx(value.index.length)
+        pair = (value.index.at(ix), value.value.at(ix))
+        self.spreads.append((target, value.index.length, *pair, clear))
+
+    def scanned(self, fold: Fold, elem: ElemType) -> Array:
+        """A running reduction in memory."""
+        array = self.temp(elem, fold.length)
+        self.scans.append((fold, array))
+        return array

@@ -1,0 +1,285 @@
+"""Kernels of a program: plain, with error feedback, with momentum, and decode that adds.
+
+Nothing here knows an algorithm. Error feedback plays `decode` on the very values that `encode`
+is about to send: what comes out is the residual as an expression of the same elements, and the
+scheduler finds the pass it belongs to. That is the fused path; `hipress.codecs.wrappers` holds
+the generic one, which is the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hipress.compll import ast, check
+from hipress.compll.arrays import (
+    FLOAT,
+    ArrayValue,
+    Computed,
+    Draft,
+    InBlocks,
+    Kept,
+    PerBlock,
+    Spread,
+    Stored,
+    Write,
+)
+from hipress.compll.check import ParamValue, Part
+from hipress.compll.ir import Array, Expr, Fold, Graph, Kernel, Section, walk
+from hipress.compll.passes import schedule, validate
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What to add to a program's encode."""
+
+    feedback: bool = False
+    momentum: bool = False
+    nesterov: bool = False
+
+
+PLAIN = Variant()
+
+ALPHA = "@alpha"
+MU = "@mu"
+"""Float parameters of ours; '@' keeps them apart from a program's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two functions of a codec, each with its file."""
+
+    encode: tuple[ast.Source, ast.Function]
+    decode: tuple[ast.Source, ast.Function]
+
+
+def encode_kernel(
+    pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", variant: Variant = PLAIN
+) -> Kernel:
+    """The kernel that turns a gradient into a payload body.
+
+    Args:
+        pair: The program.
+        params: Value of every integer parameter.
+        dtype: Storage of the gradient: `f32`, `f16` or `bf16`.
+        variant: Wrappers to fuse in.
+    """
+    g = Graph()
+    draft = Draft(g)
+    source, function = pair.encode
+    roles = check.signature(source, function)
+    x = Array("x", dtype, g.n, roles.gradient.name)
+    states = [Array(f"state{i}", "f32", g.n, a.name) for i, a in enumerate(roles.states)]
+    extra: list[Array] = []
+    value: ArrayValue = Stored(draft, x, FLOAT)
+    if variant.momentum:
+        value = _momentum(draft, value, variant.nesterov, extra)
+    residual = Array("residual", "f32", g.n, "residual")
+    if variant.feedback:
+        inner = value
+        value = Computed(g.n, FLOAT, lambda i: g.binary("add", inner.at(i), g.load(residual, i)))
+        extra.append(residual)
+    stored = [Stored(draft, s, FLOAT) for s in states]
+    played = check.play(source, function, draft, params=params, gradient=value, states=stored)
+    for array, final in zip(states, played.states, strict=True):
+        i = g.idx(g.n)
+        if final.length is not g.n:
+            raise AssertionError("a state changed its length")
+        if final.at(i) is not g.load(array, i):
+            draft.writes.append(Write(array, final.at(i), g.n, True))
+    if variant.feedback:
+        _feedback(draft, pair, params, played.parts, value, residual)
+    sections = [_section(draft, k, part) for k, part in enumerate(played.parts)]
+    body = g.make("not", g.unary("finite", value.at(g.idx(g.n))), type="bool")
+    flag = Fold("or", "bool", g.const(False), body, g.n, None)
+    all_states = (*states, *extra)
+    written = [w.array for w in draft.writes if w.array in all_states]
+    passes = schedule(draft, flag, written)
+    given = {x, *all_states, *(s.array for s in sections)}
+    validate(passes, g, given | set(draft.temps))
+    return Kernel(
+        name="encode",
+        passes=passes,
+        sections=tuple(sections),
+        states=all_states,
+        temps=_used(draft, passes),
+        input=x,
+        output=None,
+        requires=(),
+        params=_params(roles, MU if variant.momentum else None),
+        nonfinite=flag,
+        random=_random(draft, passes),
+    )
+
+
+def decode_kernel(
+    pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", add: bool = False
+) -> Kernel:
+    """The kernel that turns a payload body into a gradient, times alpha; `add` adds to it."""
+    g = Graph()
+    draft = Draft(g)
+    parts = _received(draft, pair, params)
+    source, function = pair.decode
+    played = check.play(source, function, draft, params=params, payload=parts)
+    roles = check.signature(source, function)
+    out = Array("out", dtype, g.n, roles.gradient.name)
+    alpha, i = g.param(ALPHA), g.idx(g.n)
+    made = played.gradient
+    assert made is not None
+    if isinstance(made, Spread):
+        value = made.value
+        scaled = Computed(value.length, FLOAT, lambda j: g.binary("mul", alpha, value.at(j)))
+        draft.scatter_into(
+            out, Spread(draft, made.index, scaled, made.length, FLOAT), clear=not add
+        )
+    else:
+        total = g.binary("mul", alpha, g.to_float(made.at(i)))
+        if add:
+            total = g.binary("add", g.load(out, i), total)
+        draft.writes.append(Write(out, total, g.n, True))
+    sections = tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
+    passes = schedule(draft, None, [out] if add else [])
+    validate(passes, g, {out, *(s.array for s in sections), *draft.temps})
+    requires = tuple(r for r in draft.requires if r.cond.op != "const" or not r.cond.attr)
+    return Kernel(
+        name="decode_add" if add else "decode",
+        passes=passes,
+        sections=sections,
+        states=(),
+        temps=_used(draft, passes),
+        input=None,
+        output=out,
+        requires=requires,
+        params=_params(roles, ALPHA),
+        nonfinite=None,
+        random=_random(draft, passes),
+    )
+
+
+def _momentum(draft: Draft, value: ArrayValue, nesterov: bool, extra: list[Array]) -> ArrayValue:
+    g = draft.graph
+    momentum = Array("momentum", "f32", g.n, "momentum")
+    extra.append(momentum)
+    mu = g.param(MU)
+
+    def next_momentum(i: Expr) -> Expr:
+        return g.binary("add", g.binary("mul", mu, g.load(momentum, i)), value.at(i))
+
+    def ahead(i: Expr) -> Expr:
+        return g.binary("add", value.at(i), g.binary("mul", mu, next_momentum(i)))
+
+    i = g.idx(g.n)
+    kept = _kept_if_finite(g, next_momentum(i), g.load(momentum, i))
+    draft.writes.append(Write(momentum, kept, g.n, True))
+    return Computed(g.n, FLOAT, ahead if nesterov else next_momentum)
+
+
+def _feedback(
+    draft: Draft,
+    pair: Pair,
+    params: Mapping[str, ParamValue],
+    parts: tuple[Part, ...],
+    value: ArrayValue,
+    residual: Array,
+) -> None:
+    g = draft.graph
+    requires = list(draft.requires)  # decode's demands on a payload mean nothing here
+    source, function = pair.decode
+    played = check.play(source, function, draft, params=params, payload=parts)
+    draft.requires[:] = requires
+    assert played.gradient is not None
+    i = g.idx(g.n)
+    left = g.binary("sub", value.at(i), g.to_float(played.gradient.at(i)))
+    kept = _kept_if_finite(g, left, g.load(residual, i))
+    draft.writes.append(Write(residual, kept, g.n, True))
+
+
+def _kept_if_finite(g: Graph, new: Expr, old: Expr) -> Expr:
+    """A NaN or an infinity never enters a state: such an element keeps what it had."""
+    return g.select(g.unary("finite", new), new, old)
+
+
+def _section(draft: Draft, k: int, part: Part) -> Section:
+    g = draft.graph
+    name, storage, value = f"section{k}", part.elem.storage, part.value
+    if isinstance(value, Expr):
+        array = Array(name, storage, g.const(1))
+        draft.writes.append(Write(array, value, g.const(1), True, "scalar"))
+        return Section(array, True)
+    if isinstance(value, Kept):
+        array = Array(name, storage, value.filter.capacity)
+        draft.emits.append((value.filter, array, value.element))
+        return Section(array, False)
+    array = Array(name, storage, value.length)
+    if isinstance(value, PerBlock):
+        draft.writes.append(Write(array, value.value, g.n, True, "block", value.size))
+    elif isinstance(value, Spread):
+        draft.scatter_into(array, value, clear=True)
+    else:
+        draft.writes.append(Write(array, value.at(g.idx(value.length)), value.length, True))
+    return Section(array, False)
+
+
+def _received(draft: Draft, pair: Pair, params: Mapping[str, ParamValue]) -> list[Part]:
+    """The parts of a payload as arrays in memory: encode tells their types and lengths."""
+    g = draft.graph
+    source, function = pair.encode
+    roles = check.signature(source, function)
+    aside = Draft(g)
+    x = Stored(aside, Array("x", "f32", g.n), FLOAT)
+    states = [
+        Stored(aside, Array(f"state{k}", "f32", g.n), FLOAT) for k in range(len(roles.states))
+    ]
+    played = check.play(source, function, aside, params=params, gradient=x, states=states)
+    parts = []
+    for k, part in enumerate(played.parts):
+        value, name, storage = part.value, f"section{k}", part.elem.storage
+        if isinstance(value, Expr):
+            array = Array(name, storage, g.const(1))
+            parts.append(Part(part.elem, g.load(array, g.const(0)), part.pos))
+            continue
+        length = value.filter.capacity if isinstance(value, Kept) else value.length
+        stored = Stored(draft, Array(name, storage, length), part.elem)
+        parts.append(Part(part.elem, stored, part.pos))
+    return parts
+
+
+def _memory(part: Part) -> Array:
+    if isinstance(part.value, Expr):
+        return part.value.attr  # type: ignore[no-any-return]
+    assert isinstance(part.value, Stored)
+    return part.value.array
+
+
+def _params(roles: check.Signature, extra: str | None) -> tuple[str, ...]:
+    names = [p.name for p in roles.params if p.runtime]
+    return (*names, *([extra] if extra else []))
+
+
+def _used(draft: Draft, passes: tuple[object, ...]) -> tuple[Array, ...]:
+    del passes
+    return tuple(draft.temps)
+
+
+def _random(draft: Draft, passes: tuple[object, ...]) -> bool:
+    exprs = [w.value for w in draft.writes] + [v for _, _, v in draft.emits]
+    exprs += [e for s in draft.sorts for e in (s.value, s.key)]
+    exprs += [e for f, _ in draft.scans for e in (f.body, f.init)]
+    exprs += [e for s in draft.spreads for e in s[1:4]]
+    seen: set[object] = set()
+    while exprs:
+        e = exprs.pop()
+        for v in walk([e]):
+            if v in seen:
+                continue
+            seen.add(v)
+            if v.op in ("uniform", "bits32"):
+                return True
+            if v.op == "fold":
+                exprs += [v.attr.body, v.attr.init]
+            elif v.op in ("count", "taken"):
+                exprs.append(v.attr.keep)
+    return False
+
+
+__all__ = ["ALPHA", "MU", "PLAIN", "Pair", "Variant", "decode_kernel", "encode_kernel", "InBlocks"]

@@ -1,0 +1,111 @@
+"""The exception tree: catch `HipressError` to catch everything this package raises on purpose.
+
+    HipressError
+      + UsageError (ValueError)               a bad argument, setting or codec expression
+      + ProgramError                          a CompLL program that can not be compiled
+      + FrameError (ValueError)               a frame that is refused before any field is used
+      + MissingDependencyError (ImportError)  an optional package that is not installed
+      + BackendError (RuntimeError)           a backend that can not do what was asked
+
+A message is one sentence that names the value, the rule, the choices and the next step.
+"""
+
+__all__ = [
+    "BackendError",
+    "FrameError",
+    "HipressError",
+    "MissingDependencyError",
+    "ProgramError",
+    "UsageError",
+]
+
+
+class HipressError(Exception):
+    """The root of every error that HiPress raises on purpose."""
+
+
+class UsageError(HipressError, ValueError):
+    """Input from the user that breaks a rule: an argument, a setting, a codec expression."""
+
+
+class ProgramError(HipressError):
+    """An error in a CompLL program, with the place in the source where it was found.
+
+    Args:
+        file: Name of the program as the user gave it.
+        line: Line of the error, from 1.
+        column: Column of the error in characters, from 1.
+        source_line: Text of that line, without its line end; empty when there is none to show.
+        message: What was found and what is allowed, without the place.
+    """
+
+    def __init__(
+        self, *, file: str, line: int, column: int, source_line: str, message: str
+    ) -> None:
+        super().__init__(message)
+        self.file = file
+        self.line = line
+        self.column = column
+        self.source_line = source_line
+        self.message = message
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}:{self.column}: {self.message}"
+        excerpt = _excerpt(self.source_line, self.column)
+        return f"{place}\n{excerpt}" if excerpt else place
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process borders by pickle, which knows nothing of keyword-only arguments.
+        return (
+            _program_error,
+            (self.file, self.line, self.column, self.source_line, self.message),
+        )
+
+
+class FrameError(HipressError, ValueError):
+    """A frame that is refused: foreign, cut short, too long, or with a field out of range."""
+
+
+class MissingDependencyError(HipressError, ImportError):
+    """An optional package that is needed now and is not installed.
+
+    Args:
+        package: Name of the missing package, as pip knows it.
+        extra: The extra of hipress that brings it.
+    """
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"package {package!r} is needed here and is not installed; "
+            f'add it with: pip install "hipress[{extra}]"'
+        )
+        self.package = package
+        self.extra = extra
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (MissingDependencyError, (self.package, self.extra))
+
+
+class BackendError(HipressError, RuntimeError):
+    """A backend that is absent, or that can not run what it was given."""
+
+
+def _excerpt(source_line: str, column: int) -> str:
+    """Return the source line, its indent replaced by four spaces, over a caret at `column`."""
+    text = source_line.lstrip()
+    if not text:
+        return ""
+    before = text[: max(column - 1 - (len(source_line) - len(text)), 0)]
+    # Tabs stay tabs in the line of the caret: only the terminal knows how wide they are.
+    padding = "".join("\t" if char == "\t" else " " for char in before)
+    # A program may come from a stranger: no escape sequence reaches the terminal.
+    shown = "".join(char if char.isprintable() or char == "\t" else "?" for char in text.rstrip())
+    return f"    {shown}\n    {padding}^"
+
+
+def _program_error(
+    file: str, line: int, column: int, source_line: str, message: str
+) -> ProgramError:
+    return ProgramError(
+        file=file, line=line, column=column, source_line=source_line, message=message
+    )

@@ -1,0 +1,202 @@
+"""Every `HIPRESS_*` environment variable, in one table.
+
+Nothing is read at import and nothing is kept: a value is parsed each time it is asked for. An empty
+variable counts as unset. A new variable is one row below, one line in `SETTINGS`, and a function
+where others need its value by name.
+"""
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from hipress.errors import UsageError
+
+T = TypeVar("T")
+Environ = Mapping[str, str]
+
+PREFIX = "HIPRESS_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Generic[T]):
+    """One environment variable: its name, its default, what it means, and how it is read."""
+
+    name: str
+
+    default: Callable[[Environ], str]
+    """The text that stands for an unset variable; the default may depend on other variables."""
+
+    meaning: str
+    """One line for the manual and for `hipress doctor`."""
+
+    rule: str
+    """What a value must be, to complete the sentence "it must be ..."."""
+
+    parse: Callable[[str], T]
+    """Text to value; raises ValueError on a text that breaks the rule."""
+
+    choices: tuple[str, ...] = ()
+    """The allowed texts where there are few; used to suggest the nearest one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownVariable:
+    """A `HIPRESS_*` variable that is set and means nothing, and the name it may stand for."""
+
+    name: str
+    suggestion: str | None
+
+
+def read(setting: Setting[T], environ: Environ | None = None) -> T:
+    """Return the value of a setting now.
+
+    Args:
+        setting: A row of `SETTINGS`.
+        environ: Where to look; the environment of this process if None.
+
+    Raises:
+        UsageError: The variable is set to a text that breaks the rule.
+    """
+    environ = os.environ if environ is None else environ
+    value = text(setting, environ)
+    try:
+        return setting.parse(value)
+    except ValueError:
+        raise UsageError(_refusal(setting, value, setting.default(environ))) from None
+
+
+def text(setting: Setting[Any], environ: Environ | None = None) -> str:
+    """Return the text that a setting is read from: that of the variable, or the default."""
+    environ = os.environ if environ is None else environ
+    return environ.get(setting.name, "").strip() or setting.default(environ)
+
+
+def cache_dir(environ: Environ | None = None) -> Path:
+    """Return the folder that holds compiled kernels (it need not exist yet)."""
+    return read(CACHE_DIR, environ)
+
+
+def num_threads(environ: Environ | None = None) -> int:
+    """Return how many threads one codec call may use on a CPU."""
+    return read(THREADS, environ)
+
+
+def backend(environ: Environ | None = None) -> str:
+    """Return the CompLL backend asked for: "auto", "reference" or "cpu"."""
+    return read(BACKEND, environ)
+
+
+def log_level(environ: Environ | None = None) -> int:
+    """Return the level for the logger `hipress`, as `logging` numbers them."""
+    return read(LOG, environ)
+
+
+def unknown_variables(environ: Environ | None = None) -> list[UnknownVariable]:
+    """Return the `HIPRESS_*` variables that are set and are not in the table, sorted by name."""
+    environ = os.environ if environ is None else environ
+    # Compared without the prefix, which alone would make any two names look close.
+    known = [setting.name.removeprefix(PREFIX) for setting in SETTINGS]
+    found = sorted(name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX))
+    strays = []
+    for stray in (name for name in found if name not in known):
+        nearest = difflib.get_close_matches(stray, known, n=1)
+        suggestion = PREFIX + nearest[0] if nearest else None
+        strays.append(UnknownVariable(name=PREFIX + stray, suggestion=suggestion))
+    return strays
+
+
+def _refusal(setting: Setting[Any], value: str, default: str) -> str:
+    if value == default:
+        return (
+            f"the default of {setting.name}, {default!r}, does not work on this system; it must be "
+            f"{setting.rule}; set {setting.name} to one that does"
+        )
+    nearest = difflib.get_close_matches(value.lower(), setting.choices, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    return (
+        f"{setting.name} is {value!r}{hint}; it must be {setting.rule}; "
+        f"correct it, or unset it to use the default, {default!r}"
+    )
+
+
+def _fixed(value: str) -> Callable[[Environ], str]:
+    return lambda environ: value
+
+
+def _default_cache_dir(environ: Environ) -> str:
+    # The XDG rules say that a relative XDG_CACHE_HOME is to be ignored.
+    base = environ.get("XDG_CACHE_HOME", "")
+    return os.path.join(base if os.path.isabs(base) else "~/.cache", "hipress")
+
+
+def _absolute_path(raw: str) -> Path:
+    path = Path(os.path.expanduser(raw))
+    if not path.is_absolute():
+        raise ValueError(raw)
+    return path
+
+
+def _positive(raw: str) -> int:
+    value = int(raw)
+    if value < 1:
+        raise ValueError(raw)
+    return value
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(raw: str) -> str:
+        if raw.lower() not in choices:
+            raise ValueError(raw)
+        return raw.lower()
+
+    return parse
+
+
+def _log_level(raw: str) -> int:
+    level: int = getattr(logging, _one_of(_LOG_LEVELS)(raw).upper())
+    return level
+
+
+_BACKENDS = ("auto", "reference", "cpu")
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+CACHE_DIR = Setting(
+    name="HIPRESS_CACHE_DIR",
+    default=_default_cache_dir,
+    meaning="where compiled kernels live",
+    rule="an absolute path (a leading ~ is allowed)",
+    parse=_absolute_path,
+)
+
+THREADS = Setting(
+    name="HIPRESS_THREADS",
+    default=_fixed("1"),
+    meaning="threads per codec call on a CPU",
+    rule="a whole number of at least 1",
+    parse=_positive,
+)
+
+BACKEND = Setting(
+    name="HIPRESS_BACKEND",
+    default=_fixed("auto"),
+    meaning="which CompLL backend codecs use",
+    rule=f"one of {', '.join(_BACKENDS)}",
+    parse=_one_of(_BACKENDS),
+    choices=_BACKENDS,
+)
+
+LOG = Setting(
+    name="HIPRESS_LOG",
+    default=_fixed("warning"),
+    meaning="log level of the logger `hipress`",
+    rule=f"one of {', '.join(_LOG_LEVELS)}",
+    parse=_log_level,
+    choices=_LOG_LEVELS,
+)
+
+SETTINGS: tuple[Setting[Any], ...] = (CACHE_DIR, THREADS, BACKEND, LOG)
+"""The table: every variable that HiPress reads."""

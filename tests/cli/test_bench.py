@@ -1,0 +1,122 @@
+"""`hipress bench codecs`: fields, their consistency, and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hipress
+from hipress.cli.bench import parse_size, split_expressions
+from hipress.cli.main import main
+from hipress.errors import UsageError
+from hipress.report import codec_rows
+
+SIZE_BYTES = 40_004  # 10,001 floats: no multiple of a block or of 8
+
+
+def bench(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "codecs", "--size", str(SIZE_BYTES), "--repeats", "2", *arguments])
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code
+
+
+def rows_of(path: Path, *arguments: str) -> list[dict[str, Any]]:
+    assert bench("--json", str(path), *arguments) == 0
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+def test_default_line_up_covers_every_codec_with_consistent_fields(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "f.json")
+    names = {row["codec"] for row in rows}
+    assert {"none", "ef(onebit)", "minmax(bits=2)", "terngrad"} <= names
+    for name in hipress.codecs.names():
+        assert any(name in shown for shown in names)
+    for row in rows:
+        check_row(row)
+
+
+def check_row(row: dict[str, Any]) -> None:
+    codec = hipress.codec(row["codec"])
+    assert row["size_bytes"] == SIZE_BYTES and row["threads"] == 1
+    assert row["wire_bytes"] == codec.wire_bytes(SIZE_BYTES // 4)
+    assert row["ratio"] == pytest.approx(SIZE_BYTES / row["wire_bytes"])
+    for verb in ("encode", "decode", "decode_add"):
+        seconds = row[f"{verb}_seconds_median"]
+        assert row[f"{verb}_seconds_p20"] <= seconds <= row[f"{verb}_seconds_p80"]
+        expected = row["memcpy_seconds_median"] / seconds
+        assert row[f"{verb}_x_memcpy"] == pytest.approx(expected)
+    if row["eager_encode_seconds_median"] is not None:
+        expected = row["eager_encode_seconds_median"] / row["encode_seconds_median"]
+        assert row["encode_x_eager"] == pytest.approx(expected)
+
+
+def test_no_eager_leaves_its_fields_empty(tmp_path: Path) -> None:
+    (row,) = rows_of(tmp_path / "f.json", "--no-eager", "--codecs", "ef(onebit)")
+    assert row["eager_encode_seconds_median"] is None and row["encode_x_eager"] is None
+
+
+def test_eager_form_exists_for_the_fixed_line_up(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "f.json", "--codecs", ",".join(codec_rows.FIXED_LINE_UP))
+    assert all(row["encode_x_eager"] > 0 and row["decode_add_x_eager"] > 0 for row in rows)
+
+
+def test_table_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--codecs", "none,ef(onebit)") == 0
+    out = capsys.readouterr().out
+    assert "memcpy" in out and "ef(onebit)" in out and "0.040004 MB of float32" in out
+
+
+def test_json_dash_leaves_stdout_to_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--codecs", "none", "--json", "-") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["rows"][0]["codec"] == "none" and document["machine"]["cores"] >= 1
+
+
+def test_bad_codec_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--codecs", "none,nonesuch") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("hipress: ") and "nonesuch" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "3", "4XB", "-1MB", "1e999MB", "nan"])
+def test_bad_size_names_the_value_and_the_choices(text: str) -> None:
+    with pytest.raises(UsageError, match="write e.g. 100MB") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("100MB", 10**8),
+        ("100 mb", 10**8),
+        ("4MiB", 4 * 2**20),
+        ("25e6", 25_000_000),
+        ("1.5GB", 1_500_000_000),
+        ("64KiB", 65536),
+        ("4", 4),
+    ],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+def test_commas_inside_brackets_do_not_split() -> None:
+    text = "none, ef(topk(ratio=0.01,exact=true)),fp16"
+    assert split_expressions(text) == ["none", "ef(topk(ratio=0.01,exact=true))", "fp16"]
+
+
+def test_thread_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HIPRESS_THREADS", raising=False)
+    torch_before = torch.get_num_threads()
+    with codec_rows.num_threads(torch_before + 1):
+        assert os.environ["HIPRESS_THREADS"] == str(torch_before + 1)
+        assert torch.get_num_threads() == torch_before + 1
+    assert "HIPRESS_THREADS" not in os.environ and torch.get_num_threads() == torch_before

@@ -1,0 +1,218 @@
+"""`hipress doctor`: the report, its wording, and when it says that the package can not work."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hipress import settings
+from hipress.cli import _machine, doctor
+from hipress.cli.main import main
+
+WORKING = {"version": "1.2.3", "error": None}
+BROKEN = {"version": None, "error": "No module named 'numba'"}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, tmp_path):
+    """Start from no HIPRESS_* variable but a cache folder of our own."""
+    for setting in settings.SETTINGS:
+        monkeypatch.delenv(setting.name, raising=False)
+    monkeypatch.setenv("HIPRESS_CACHE_DIR", str(tmp_path / "not" / "yet"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(capsys, *args):
+    """Run `hipress doctor`; return exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", *args])
+    captured = capsys.readouterr()
+    return caught.value.code, captured.out, captured.err
+
+
+def test_json_is_one_object_with_every_fact(capsys):
+    code, out, err = run(capsys, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["ok"] is True
+    assert report["problems"] == []
+    assert set(report) == {
+        "ok",
+        "problems",
+        "hipress",
+        "python",
+        "torch",
+        "numba",
+        "triton",
+        "cuda_devices",
+        "cores",
+        "memory",
+        "cache",
+        "settings",
+        "unknown_variables",
+        "extras",
+        "lab",
+        "backends",
+    }
+    assert 1 <= report["cores"]["usable"] <= report["cores"]["installed"]
+    assert 0 < report["memory"]["usable_bytes"] <= report["memory"]["total_bytes"]
+    assert report["backends"]["cpu"]["backend"] == "cpu"
+    assert report["backends"]["cuda"]["backend"] is None
+
+
+def test_the_table_says_which_backend_and_why(capsys):
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    assert re.search(r"CPU tensors +cpu: HIPRESS_BACKEND is auto, and numba \S+ works", out)
+    assert re.search(r"CUDA tensors +no backend: this version has no GPU backend", out)
+    assert "copy the gradient to the CPU first" in out
+    for extra in doctor.EXTRAS:
+        assert f"extra {extra}" in out
+
+
+def test_a_missing_extra_shows_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(_machine, "package_version", lambda name: None)
+    _, out, _ = run(capsys)
+    assert "pyroute2 missing; add with: pip install 'hipress[lab]'" in out
+    assert "no: pyroute2 is missing" in out
+
+
+def test_unknown_variables_are_shown_with_a_suggestion(monkeypatch, capsys):
+    monkeypatch.setenv("HIPRESS_TREADS", "2")
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert "HIPRESS_TREADS" in out
+    assert "is set, but there is no such setting; did you mean HIPRESS_THREADS?" in out
+
+
+def test_a_bad_setting_is_reported_once(monkeypatch, capsys):
+    monkeypatch.setenv("HIPRESS_BACKEND", "gpu")
+    code, out, err = run(capsys, "--json")
+    assert code == 1
+    assert err == (
+        "hipress: can not work here: HIPRESS_BACKEND is 'gpu' (did you mean 'cpu'?); "
+        "it must be one of auto, reference, cpu; "
+        "correct it, or unset it to use the default, 'auto'\n"
+    )
+    assert json.loads(out)["ok"] is False
+
+
+def test_even_a_bad_log_level_is_a_finding(monkeypatch, capsys):
+    monkeypatch.setenv("HIPRESS_LOG", "loud")
+    code, out, err = run(capsys)
+    assert code == 1
+    assert "loud, which is not valid" in out
+    assert "HIPRESS_LOG is 'loud'" in err
+
+
+def test_a_cache_folder_that_can_not_be_written_is_a_problem(monkeypatch, capsys, tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("in the way")
+    monkeypatch.setenv("HIPRESS_CACHE_DIR", str(blocker / "kernels"))
+    code, out, err = run(capsys)
+    assert code == 1
+    assert "can NOT be written" in out
+    assert err.startswith("hipress: can not work here: the cache folder can not be written (")
+    assert err.endswith("; set HIPRESS_CACHE_DIR to a folder that can\n")
+
+
+def test_the_reference_backend_needs_no_cache_folder(monkeypatch, capsys, tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("in the way")
+    monkeypatch.setenv("HIPRESS_CACHE_DIR", str(blocker / "kernels"))
+    monkeypatch.setenv("HIPRESS_BACKEND", "reference")
+    assert run(capsys)[0] == 0
+
+
+def test_without_torch_there_is_one_sentence(monkeypatch, capsys):
+    broken = {**BROKEN, "error": "No module named 'torch'", "build": None, "note": None}
+    monkeypatch.setattr(_machine, "torch_facts", lambda: (broken, []))
+    code, out, err = run(capsys)
+    assert code == 1
+    assert "can not be imported: No module named 'torch'" in out
+    assert err == (
+        "hipress: can not work here: torch can not be imported (No module named 'torch'); "
+        "install it with pip\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "numba", "backend", "why"),
+    [
+        ("auto", WORKING, "cpu", "HIPRESS_BACKEND is auto, and numba 1.2.3 works"),
+        ("cpu", WORKING, "cpu", "HIPRESS_BACKEND asks for it, and numba 1.2.3 works"),
+        ("reference", BROKEN, "reference", "HIPRESS_BACKEND=reference asks for it; it is slow"),
+        (
+            "auto",
+            BROKEN,
+            None,
+            "numba can not be imported (No module named 'numba'); install it with pip, or set "
+            "HIPRESS_BACKEND=reference for the slow backend that does without",
+        ),
+        (None, WORKING, None, "HIPRESS_BACKEND has no valid value"),
+    ],
+)
+def test_cpu_backend(asked, numba, backend, why):
+    assert doctor.cpu_backend(asked, numba) == {"backend": backend, "why": why}
+
+
+def test_cuda_backend_counts_devices():
+    assert "torch sees 2 CUDA device(s)" in doctor.cuda_backend([{}, {}])["why"]
+    assert "torch sees no CUDA device" in doctor.cuda_backend([])["why"]
+
+
+def test_import_facts_of_a_missing_package():
+    facts = _machine.import_facts("hipress_no_such_package")
+    assert facts == {"version": None, "error": "No module named 'hipress_no_such_package'"}
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_cgroup_v2_takes_the_tightest_limit_on_the_way_up(tmp_path):
+    write(tmp_path / "proc", "0::/user/job\n")
+    root = tmp_path / "cgroup"
+    write(root / "user" / "cpu.max", "150000 100000\n")
+    write(root / "user" / "job" / "cpu.max", "max 100000\n")
+    write(root / "user" / "memory.max", "max\n")
+    write(root / "user" / "job" / "memory.max", "4096\n")
+    assert _machine.cgroup_cores(tmp_path / "proc", root) == 1.5
+    assert _machine.cgroup_memory_bytes(tmp_path / "proc", root) == 4096
+
+
+def test_cgroup_v1_has_a_tree_per_controller(tmp_path):
+    write(tmp_path / "proc", "4:memory:/box\n2:cpu,cpuacct:/box\n0::/\n")
+    root = tmp_path / "cgroup"
+    write(root / "cpu" / "box" / "cpu.cfs_quota_us", "50000\n")
+    write(root / "cpu" / "box" / "cpu.cfs_period_us", "100000\n")
+    write(root / "memory" / "box" / "memory.limit_in_bytes", "8192\n")
+    write(root / "memory" / "memory.limit_in_bytes", "9223372036854771712\n")
+    assert _machine.cgroup_cores(tmp_path / "proc", root) == 0.5
+    assert _machine.cgroup_memory_bytes(tmp_path / "proc", root) == 8192
+
+
+def test_no_cgroup_means_no_limit(tmp_path):
+    assert _machine.cgroup_cores(tmp_path / "proc", tmp_path) is None
+    assert _machine.cgroup_memory_bytes(tmp_path / "proc", tmp_path) is None
+
+
+def test_half_a_core_still_counts_as_one(monkeypatch):
+    monkeypatch.setattr(_machine, "cgroup_cores", lambda: 0.5)
+    assert _machine.core_facts()["usable"] == 1
+
+
+def test_writing_is_tried_and_leaves_nothing(tmp_path):
+    facts = _machine.folder_facts(tmp_path / "a" / "b")
+    assert facts == {"path": str(tmp_path / "a" / "b"), "writable": True, "error": None}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_extras_match_pyproject():
+    tomllib = pytest.importorskip("tomllib")
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    declared = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]
+    declared.pop("dev")
+    assert {extra: tuple(packages) for extra, packages in declared.items()} == doctor.EXTRAS

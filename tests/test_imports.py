@@ -1,0 +1,258 @@
+"""Imports point down only and `import hipress` stays light; each check is shown to be able to fail.
+
+The table below is the house from the ground up.
+"""
+
+import ast
+import inspect
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hipress
+
+SRC = Path(hipress.__file__).parent
+
+# Modules that make one room; every other room is the folder (or file) of its own name.
+MEMBERS = {
+    "ground": {"errors", "settings", "plan", "profile", "timeline"},
+    "doors": {"torch", "tensorflow", "jax", "mxnet"},
+    # The half of casync that is pure data, so that the simulator can play what the engine runs.
+    "graphs": {"casync.graph", "casync.strategies", "casync.lowering"},
+}
+
+GROUND = {"ground"}
+COMPLL = GROUND | {"compll"}
+CODECS = COMPLL | {"codecs"}
+CASYNC = CODECS | {"graphs", "casync"}
+DOORS = CASYNC | {"secopa", "doors"}
+# "public" is hipress/__init__.py: what a user would call. Rooms below the doors never use it.
+UPPER = DOORS | {"public"}
+
+# Room: the rooms it may import, itself among them.
+MAY_IMPORT = {
+    "ground": GROUND,
+    "compll": COMPLL,
+    "codecs": CODECS,
+    "graphs": GROUND | {"graphs"},
+    "casync": CASYNC,
+    "secopa": GROUND | {"graphs", "secopa"},
+    "doors": DOORS,
+    "train": UPPER | {"train"},
+    "report": UPPER | {"report"},
+    "launch": UPPER | {"launch"},
+    "lab": UPPER | {"lab"},
+    "cli": UPPER | {"train", "report", "launch", "lab", "cli"},
+    "public": UPPER,
+}
+
+# Room: outside packages that it must do without.
+MAY_NOT_USE = {"ground": {"torch"}, "graphs": {"torch"}, "secopa": {"torch"}}
+
+# What `import hipress` must not load.
+LAZY = {
+    "jax",
+    "lark",
+    "matplotlib",
+    "numba",
+    "rich",
+    "sklearn",
+    "tensorflow",
+    "triton",
+    "typer",
+}
+MAX_IMPORT_S = 0.3
+
+
+def room_of(module: str) -> str:
+    """Return the room of a dotted module name that starts with "hipress"."""
+    parts = module.split(".")[1:]
+    for depth in range(len(parts), 0, -1):
+        name = ".".join(parts[:depth])
+        for room, members in MEMBERS.items():
+            if name in members:
+                return room
+    return parts[0] if parts else "public"
+
+
+def imported_modules(tree: ast.AST, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield line and module of every import, in functions too, and of every lazily named module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                # "from hipress import errors" imports a module, "... import codec" a public name.
+                name = f"{base}.{alias.name}"
+                yield node.lineno, name if is_module(name, modules) else base
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # Tables of lazily imported modules hold their names as text.
+            if re.fullmatch(r"hipress(\.\w+)+", node.value) and is_module(node.value, modules):
+                yield node.lineno, node.value
+
+
+def is_module(name: str, modules: set[str]) -> bool:
+    """Say whether a dotted name is a module of ours, written already or only in the table."""
+    return name in modules or room_of(name) in MEMBERS and name.startswith("hipress.")
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """Check the import table.
+
+    Args:
+        sources: Source text by dotted module name.
+
+    Returns:
+        One line per import that the table forbids.
+    """
+    found = []
+    for module, source in sources.items():
+        room = room_of(module)
+        if room not in MAY_IMPORT:
+            found.append(f"{module}: room {room!r} is not in the table")
+            continue
+        for line, target in imported_modules(ast.parse(source), set(sources)):
+            place = f"{module}:{line} ({room}) imports {target}"
+            if target.startswith("."):
+                found.append(f"{place}: imports inside the package are absolute")
+            elif target.split(".")[0] == "hipress":
+                if room_of(target) not in MAY_IMPORT[room]:
+                    found.append(f"{place} ({room_of(target)})")
+            elif target.split(".")[0] in MAY_NOT_USE.get(room, ()):
+                found.append(f"{place}: this room does without that package")
+    return found
+
+
+def package_sources() -> dict[str, str]:
+    """Return the source of every module in src/hipress by its dotted name."""
+    sources = {}
+    for path in sorted(SRC.rglob("*.py")):
+        parts = ["hipress", *path.relative_to(SRC).with_suffix("").parts]
+        if parts[-1] == "__init__":
+            parts.pop()
+        sources[".".join(parts)] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def test_imports_point_down_only():
+    sources = package_sources()
+    assert {"hipress", "hipress.errors", "hipress.cli.main"} <= set(sources)
+    assert violations(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("hipress.errors", "import torch", "does without"),
+        ("hipress.settings", "def f():\n    from hipress import codecs", "(codecs)"),
+        ("hipress.compll.parse", "from hipress.codecs.table import x", "(codecs)"),
+        ("hipress.compll.parse", "import hipress", "(public)"),
+        ("hipress.compll.parse", "from hipress import codec", "(public)"),
+        ("hipress.codecs.topk", "if True:\n    import hipress.casync.engine", "(casync)"),
+        ("hipress.codecs.topk", "from ..compll import build", "absolute"),
+        ("hipress.codecs.topk", "import_module('hipress.torch')", "(doors)"),
+        ("hipress.casync.engine", "from hipress import secopa", "(public)"),
+        ("hipress.casync.engine", "from hipress.secopa import cost", "(secopa)"),
+        ("hipress.casync.graph", "from hipress.casync import executor", "(casync)"),
+        ("hipress.secopa.cost", "from hipress.casync.executor import Executor", "(casync)"),
+        ("hipress.secopa.cost", "from hipress import codecs", "(codecs)"),
+        ("hipress.secopa.cost", "import torch.distributed", "does without"),
+        ("hipress.torch", "from hipress.train import job", "(train)"),
+        ("hipress.lab.net", "from hipress.cli import main", "(cli)"),
+        ("hipress.attic.old", "", "not in the table"),
+    ],
+)
+def test_the_import_check_can_fail(module, source, complaint):
+    sources = {"hipress.codecs": "", "hipress.casync.executor": "", module: source}
+    found = violations(sources)
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("hipress.settings", "from hipress.errors import UsageError"),
+        ("hipress.codecs.topk", "from hipress.compll import build"),
+        ("hipress.casync.engine", "from hipress.casync import graph\nimport torch"),
+        (
+            "hipress.secopa.cost",
+            "from hipress.casync import graph, strategies\nimport hipress.plan",
+        ),
+        ("hipress.torch", "from hipress.secopa import search\nimport torch"),
+        ("hipress.cli.main", "import hipress\nTABLE = 'hipress.cli.demo'"),
+        ("hipress.compll.emit", "TEXT = 'see hipress.torch for more'"),
+    ],
+)
+def test_the_import_check_lets_the_allowed_pass(module, source):
+    assert violations({module: source}) == []
+
+
+def run_fresh(code: str) -> str:
+    """Run code in a fresh interpreter and return the last line that it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def lazy_packages_loaded_by(statement: str) -> set[str]:
+    """Return which of the packages that should wait a statement loads."""
+    return set(run_fresh(f"{statement}\nimport sys\nprint(*sys.modules)").split()) & LAZY
+
+
+def seconds_after_torch(statement: str) -> float:
+    """Return how long a statement takes once torch is imported: median of three fresh runs."""
+    code = (
+        "import torch, time\n"
+        "start = time.perf_counter()\n"
+        f"{statement}\n"
+        "print(time.perf_counter() - start)"
+    )
+    return statistics.median(float(run_fresh(code)) for _ in range(3))
+
+
+def test_import_hipress_loads_nothing_that_can_wait():
+    assert lazy_packages_loaded_by("import hipress") == set()
+
+
+def test_the_check_of_loaded_packages_can_fail():
+    assert lazy_packages_loaded_by("import hipress, lark, rich.text") == {"lark", "rich"}
+
+
+def test_import_hipress_is_quick():
+    assert seconds_after_torch("import hipress") < MAX_IMPORT_S
+
+
+def test_the_check_of_import_time_can_fail():
+    slow = f"import hipress; time.sleep({MAX_IMPORT_S})"
+    assert seconds_after_torch(slow) >= MAX_IMPORT_S
+
+
+def undocumented(namespace: object, names: list[str]) -> list[str]:
+    """Return the names whose value has no docstring; plain texts such as a version need none."""
+    values = {name: getattr(namespace, name) for name in names}
+    return [
+        name
+        for name, value in values.items()
+        if not isinstance(value, str) and not inspect.getdoc(value)
+    ]
+
+
+def test_every_public_name_has_a_docstring():
+    assert undocumented(hipress, hipress.__all__) == []
+
+
+def test_the_check_of_docstrings_can_fail():
+    class Planted:
+        documented = staticmethod(len)
+
+        def bare():  # no docstring, on purpose
+            return None
+
+    assert undocumented(Planted, ["documented", "bare"]) == ["bare"]
