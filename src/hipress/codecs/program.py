@@ -47,7 +47,9 @@ class ProgramCodec(Codec):
         self.mu = mu
         self._name = name
         self._backend = backend
-        self._body_bytes = bound.body_bytes()  # also checks the whole program, before any use
+        # Made now, not at first use: a wrong program, or a wrapper that cannot be fused, shows.
+        self._kernel = bound.kernels(variant=variant)[0]
+        self._body_bytes = bound.body_bytes()
         self._extra = {MU: mu, ALPHA: 1.0}
 
     @property
@@ -162,10 +164,6 @@ class ProgramCodec(Codec):
 
     def _load(self, dtype: str) -> Loaded:
         return self.bound.load(self.backend, dtype=dtype, variant=self.variant)
-
-    @cached_property
-    def _kernel(self) -> Any:
-        return self.bound.kernels(variant=self.variant)[0]
 
     @cached_property
     def _state_names(self) -> list[str]:

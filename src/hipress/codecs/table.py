@@ -133,9 +133,7 @@ def _build(call: Call) -> Codec:
         raise UsageError(f"{call.name} has no option {next(iter(options))!r}; it takes: {known}.")
     plain = ProgramCodec(_program(call.name).bind(values), name=str(call))
     wanted = spec.feedback if asked is None else asked
-    if not wanted:
-        return plain
-    return plain.with_variant(Variant(feedback=True), str(call))
+    return plain.with_variant(Variant(feedback=True), str(call)) if wanted else plain
 
 
 def _wrap(call: Call) -> Codec:

@@ -11,6 +11,7 @@ import torch
 from hipress.codecs.base import Codec, State
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.derive import Variant
+from hipress.compll.passes import NotFusable
 from hipress.errors import UsageError
 
 
@@ -22,19 +23,27 @@ def feedback(inner: Codec) -> Codec:
         raise UsageError(
             f"ef({inner.name}) would feed back what momentum made; write momentum(ef(...)) instead."
         )
-    if isinstance(inner, ProgramCodec):
-        return inner.with_variant(Variant(feedback=True), f"ef({inner.name})")
-    return Feedback(inner)
+    return _fused(inner, Variant(feedback=True), f"ef({inner.name})") or Feedback(inner)
 
 
 def momentum(inner: Codec, *, mu: float = 0.9, nesterov: bool = False) -> Codec:
     """`momentum(inner, mu=..., nesterov=...)`: the momentum of the gradients is sent."""
     if not 0 <= mu < 1:
         raise UsageError(f"momentum: mu={mu} must be at least 0 and below 1, e.g. 0.9.")
-    if isinstance(inner, ProgramCodec) and not inner.variant.momentum:
-        variant = Variant(feedback=inner.variant.feedback, momentum=True, nesterov=nesterov)
-        return inner.with_variant(variant, _momentum_name(inner, mu, nesterov), mu)
-    return Momentum(inner, mu=mu, nesterov=nesterov)
+    feeds_back = isinstance(inner, ProgramCodec) and inner.variant.feedback
+    variant = Variant(feedback=feeds_back, momentum=True, nesterov=nesterov)
+    fused = _fused(inner, variant, _momentum_name(inner, mu, nesterov), mu)
+    return fused or Momentum(inner, mu=mu, nesterov=nesterov)
+
+
+def _fused(inner: Codec, variant: Variant, name: str, mu: float = 0.9) -> Codec | None:
+    """The wrapper inside the program's kernels, where its passes allow."""
+    if not isinstance(inner, ProgramCodec) or inner.variant.momentum:
+        return None
+    try:
+        return inner.with_variant(variant, name, mu)
+    except NotFusable:
+        return None
 
 
 def _momentum_name(inner: Codec, mu: float, nesterov: bool) -> str:

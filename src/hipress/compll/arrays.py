@@ -244,6 +244,8 @@ class Draft:
     temps: list[Array] = field(default_factory=list)
     folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
     """Reductions by what they are, so that equal ones are one."""
+    limits: dict[Expr, Expr] = field(default_factory=dict)
+    """Largest value, known to the host, of each length that is not."""
     _stored: dict[object, Array] = field(default_factory=dict)
 
     def blocks(self, size: int) -> Expr:
@@ -252,8 +254,13 @@ class Draft:
         return g.binary("idiv", g.binary("add", g.n, g.const(size - 1)), g.const(size))
 
     def temp(self, elem: ElemType, length: Expr) -> Array:
-        """New memory for a value between two passes."""
-        array = Array(f"temp{len(self.temps)}", elem.storage, length)
+        """New memory for a value between two passes; nothing is packed there."""
+        storage = elem.storage
+        if elem.kind == "uint" and elem.bits < 8:
+            storage = "u8"
+        elif elem.kind in ("float16", "bfloat16"):
+            storage = "f32"
+        array = Array(f"temp{len(self.temps)}", storage, self.limits.get(length, length))
         self.temps.append(array)
         return array
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import os
 import sys
 import tempfile
@@ -76,8 +77,8 @@ def _checked(program: str, p: Param, value: Any) -> ParamValue:
     if isinstance(value, bool):
         value = int(value)
     if p.elem.kind == "float":
-        if not isinstance(value, int | float):
-            raise UsageError(f"{program}: {p.name}={value!r} must be a number.")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise UsageError(f"{program}: {p.name}={value!r} must be a finite number.")
         return float(value)
     if not isinstance(value, int):
         raise UsageError(f"{program}: {p.name}={value!r} must be an integer ({p.elem}).")

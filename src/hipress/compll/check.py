@@ -30,6 +30,9 @@ from hipress.compll.ir import Array, Expr, Graph, Require
 from hipress.compll.parse import fail
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
+MAX_DEPTH = 100
+MAX_WORK = 100_000
+"""Expressions played for one function: the largest of our programs needs under 500."""
 ParamValue = int | float
 
 
@@ -252,6 +255,7 @@ class _Player:
         self.position: Expr | None = None
         """Index that `random` draws for: set while a lambda runs over an array."""
         self.depth = 0
+        self.work = 0
         self._sites: dict[ast.Pos, int] = {}
 
     def fail(self, node: ast.Node, message: str) -> NoReturn:
@@ -453,7 +457,8 @@ class _Player:
         self.statements(s.body, scope)
         for name, made in scope.names.items():
             if isinstance(made, Scalar | Computed | Sliced):
-                if name in env.names:
+                old = env.names.get(name)
+                if old is not None and not isinstance(old, PerBlock | InBlocks):
                     self.fail(s, f"{name!r} is declared twice")
                 env.names[name] = self._leave(name, made, s, scope)
 
@@ -493,6 +498,12 @@ class _Player:
             return Part(value.elem, convert(self.graph, value.value, value.elem), node.pos)
         if isinstance(value, Func | Struct | Unset):
             self.fail(node, "concat takes numbers and arrays that have a value")
+        if not isinstance(value, Kept) and not value.length.host:
+            self.fail(
+                node,
+                "the length of this array depends on the gradient; send what a filter "
+                "let through, or an array whose length sizes and parameters tell",
+            )
         return Part(value.elem, value, node.pos)
 
     def _extract(self, call: ast.Call, env: Env) -> None:
@@ -575,8 +586,11 @@ class _Player:
     def value(self, node: ast.Expr, env: Env) -> Binding:
         """Any value: a number, an array or a function."""
         self.depth += 1
-        if self.depth > 150:
-            self.fail(node, "expressions or lambdas are nested too deeply")
+        self.work += 1
+        if self.depth > MAX_DEPTH:
+            self.fail(node, "expressions or lambdas are nested too deeply; name the inner ones")
+        if self.work > MAX_WORK:
+            self.fail(node, "the program is too large: its lambdas call each other too often")
         try:
             return self._value(node, env)
         finally:
@@ -779,46 +793,70 @@ class _Player:
         saved = self.position
         self.position = position if position is not None else saved
         try:
-            result = self._returned(code.body, env, env)
+            done, result = self._outcome(code.body, env, env)
         finally:
             self.position = saved
-        if result is None:
+        if done is not self.graph.const(True):
             self.fail(code, "the lambda may end without a return")
         returns = self.elem(code.returns, func.env)
         if code.returns.array:
             self.fail(code.returns, "a lambda returns a number")
         return Scalar(convert(self.graph, result, returns), returns)
 
-    def _returned(self, body: Sequence[ast.Statement], env: Env, top: Env) -> Expr | None:
-        """The value of a lambda's body; an `if` becomes a choice between two ends."""
-        for i, s in enumerate(body):
+    def _outcome(self, body: Sequence[ast.Statement], env: Env, top: Env) -> tuple[Expr, Expr]:
+        """Whether a lambda's statements return, and what; both may depend on the element.
+
+        Every statement is played once, also after an `if` that returns: work grows with the
+        length of the text, not with the number of ways through it.
+        """
+        g = self.graph
+        done, result = g.const(False), g.const(0)
+        for s in body:
             if isinstance(s, ast.Return):
                 if s.value is None:
                     self.fail(s, "a lambda returns a value")
-                return self.scalar(s.value, env)
-            if isinstance(s, ast.Declare):
-                if s.type.array or s.size is not None or s.type.base == "lambda_func":
-                    self.fail(s, "inside a lambda only numbers can be declared")
-                self.declare(s, env)
-            elif isinstance(s, ast.Assign):
-                home = env.home(s.name)
-                if home is not None and not self._inside(home, top):
-                    self.fail(s, f"a lambda can only assign its own names; {s.name!r} is captured")
-                self._assign(s, env)
+                returns, value = g.const(True), self.scalar(s.value, env)
             elif isinstance(s, ast.If):
-                cond = self.graph.to_bool(self.scalar(s.cond, env))
-                rest = tuple(body[i + 1 :])
-                before = self._snapshot(env)
-                yes = self._returned((*s.yes, *rest), Env(outer=env), top)
-                self._restore(env, before)
-                no = self._returned((*s.no, *rest), Env(outer=env), top)
-                self._restore(env, before)
-                if yes is None or no is None:
-                    return None
-                return self.graph.select(cond, *self.same(yes, no))
+                returns, value = self._branch(s, env, top)
             else:
-                self.fail(s, "inside a lambda: declarations, assignments, if and return")
-        return None
+                self._inner_statement(s, env, top)
+                continue
+            if done is g.const(False):
+                result = value
+            else:
+                result = g.select(done, *self.same(result, value))
+            done = g.logic("lor", done, returns)
+            if done is g.const(True):
+                break
+        return done, result
+
+    def _branch(self, s: ast.If, env: Env, top: Env) -> tuple[Expr, Expr]:
+        g = self.graph
+        cond = g.to_bool(self.scalar(s.cond, env))
+        before = self._snapshot(env)
+        yes_done, yes = self._outcome(s.yes, Env(outer=env), top)
+        after = self._snapshot(env)
+        self._restore(env, before)
+        no_done, no = self._outcome(s.no, Env(outer=env), top)
+        self._merge(s, cond, after, env)
+        if no_done is g.const(False):
+            return g.logic("land", cond, yes_done), yes
+        if yes_done is g.const(False):
+            return g.logic("land", g.unary("not", cond), no_done), no
+        return g.select(cond, yes_done, no_done), g.select(cond, *self.same(yes, no))
+
+    def _inner_statement(self, s: ast.Statement, env: Env, top: Env) -> None:
+        if isinstance(s, ast.Declare):
+            if s.type.array or s.size is not None or s.type.base == "lambda_func":
+                self.fail(s, "inside a lambda only numbers can be declared")
+            self.declare(s, env)
+        elif isinstance(s, ast.Assign):
+            home = env.home(s.name)
+            if home is not None and not self._inside(home, top):
+                self.fail(s, f"a lambda can only assign its own names; {s.name!r} is captured")
+            self._assign(s, env)
+        else:
+            self.fail(s, "inside a lambda: declarations, assignments, if and return")
 
     def _unknown(self, node: ast.Node, name: str, env: Env) -> NoReturn:
         names = ", ".join(env.visible()) or "none"

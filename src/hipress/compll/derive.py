@@ -17,7 +17,6 @@ from hipress.compll.arrays import (
     ArrayValue,
     Computed,
     Draft,
-    InBlocks,
     Kept,
     PerBlock,
     Spread,
@@ -25,7 +24,7 @@ from hipress.compll.arrays import (
     Write,
 )
 from hipress.compll.check import ParamValue, Part
-from hipress.compll.ir import Array, Expr, Fold, Graph, Kernel, Section, walk
+from hipress.compll.ir import Array, Expr, Fold, Graph, Kernel, Section
 from hipress.compll.passes import schedule, validate
 
 
@@ -95,20 +94,19 @@ def encode_kernel(
     all_states = (*states, *extra)
     written = [w.array for w in draft.writes if w.array in all_states]
     passes = schedule(draft, flag, written)
-    given = {x, *all_states, *(s.array for s in sections)}
-    validate(passes, g, given | set(draft.temps))
+    validate(passes, {x, *all_states})
     return Kernel(
         name="encode",
         passes=passes,
         sections=tuple(sections),
         states=all_states,
-        temps=_used(draft, passes),
+        temps=tuple(draft.temps),
+        limits=draft.limits,
         input=x,
         output=None,
         requires=(),
         params=_params(roles, MU if variant.momentum else None),
         nonfinite=flag,
-        random=_random(draft, passes),
     )
 
 
@@ -139,20 +137,20 @@ def decode_kernel(
         draft.writes.append(Write(out, total, g.n, True))
     sections = tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
     passes = schedule(draft, None, [out] if add else [])
-    validate(passes, g, {out, *(s.array for s in sections), *draft.temps})
+    validate(passes, {out, *(s.array for s in sections)})
     requires = tuple(r for r in draft.requires if r.cond.op != "const" or not r.cond.attr)
     return Kernel(
         name="decode_add" if add else "decode",
         passes=passes,
         sections=sections,
         states=(),
-        temps=_used(draft, passes),
+        temps=tuple(draft.temps),
+        limits=draft.limits,
         input=None,
         output=out,
         requires=requires,
         params=_params(roles, ALPHA),
         nonfinite=None,
-        random=_random(draft, passes),
     )
 
 
@@ -206,16 +204,22 @@ def _section(draft: Draft, k: int, part: Part) -> Section:
         array = Array(name, storage, g.const(1))
         draft.writes.append(Write(array, value, g.const(1), True, "scalar"))
         return Section(array, True)
+    packed = part.elem.bits in (1, 2, 4)
     if isinstance(value, Kept):
         array = Array(name, storage, value.filter.capacity)
-        draft.emits.append((value.filter, array, value.element))
-        return Section(array, False)
+        if packed:  # collected as bytes first, packed by a pass of its own
+            value = Stored(draft, draft.stored(value), part.elem)
+        else:
+            draft.emits.append((value.filter, array, value.element))
+            return Section(array, False)
     array = Array(name, storage, value.length)
-    if isinstance(value, PerBlock):
+    if isinstance(value, PerBlock) and not packed:
         draft.writes.append(Write(array, value.value, g.n, True, "block", value.size))
-    elif isinstance(value, Spread):
+    elif isinstance(value, Spread) and not packed:
         draft.scatter_into(array, value, clear=True)
     else:
+        if isinstance(value, PerBlock | Spread):
+            value = Stored(draft, draft.stored(value), part.elem)
         draft.writes.append(Write(array, value.at(g.idx(value.length)), value.length, True))
     return Section(array, False)
 
@@ -254,32 +258,3 @@ def _memory(part: Part) -> Array:
 def _params(roles: check.Signature, extra: str | None) -> tuple[str, ...]:
     names = [p.name for p in roles.params if p.runtime]
     return (*names, *([extra] if extra else []))
-
-
-def _used(draft: Draft, passes: tuple[object, ...]) -> tuple[Array, ...]:
-    del passes
-    return tuple(draft.temps)
-
-
-def _random(draft: Draft, passes: tuple[object, ...]) -> bool:
-    exprs = [w.value for w in draft.writes] + [v for _, _, v in draft.emits]
-    exprs += [e for s in draft.sorts for e in (s.value, s.key)]
-    exprs += [e for f, _ in draft.scans for e in (f.body, f.init)]
-    exprs += [e for s in draft.spreads for e in s[1:4]]
-    seen: set[object] = set()
-    while exprs:
-        e = exprs.pop()
-        for v in walk([e]):
-            if v in seen:
-                continue
-            seen.add(v)
-            if v.op in ("uniform", "bits32"):
-                return True
-            if v.op == "fold":
-                exprs += [v.attr.body, v.attr.init]
-            elif v.op in ("count", "taken"):
-                exprs.append(v.attr.keep)
-    return False
-
-
-__all__ = ["ALPHA", "MU", "PLAIN", "Pair", "Variant", "decode_kernel", "encode_kernel", "InBlocks"]

@@ -148,6 +148,11 @@ class Fold:
     carry: Expr | None = None
     item: Expr | None = None
 
+    @property
+    def exprs(self) -> list[Expr]:
+        """The values it is made of."""
+        return [self.body, self.init, *([self.combine] if self.combine is not None else [])]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filter:
@@ -260,6 +265,38 @@ class Scalars:
 Pass = Loop | Compact | Select | Sorting | Scan | Scatter | Scalars
 
 
+def pass_folds(p: Pass) -> list[Fold]:
+    """The reductions that a pass computes."""
+    if isinstance(p, Loop):
+        return [f for phase in p.phases for f in phase.folds]
+    return list(p.folds) if isinstance(p, Compact) else []
+
+
+def pass_stores(p: Pass) -> list[Store]:
+    """What a pass writes, element by element or block by block."""
+    if isinstance(p, Loop):
+        return [s for phase in p.phases for s in phase.stores] + list(p.block_stores)
+    if isinstance(p, Compact):
+        return [*p.emits, *p.stores]
+    return list(p.stores) if isinstance(p, Scalars) else []
+
+
+def pass_exprs(p: Pass) -> list[Expr]:
+    """Every value that a pass computes, those inside its reductions among them."""
+    exprs = [e for f in pass_folds(p) for e in f.exprs] + [s.value for s in pass_stores(p)]
+    if isinstance(p, Loop):
+        exprs.append(p.length)
+    elif isinstance(p, Compact):
+        exprs += [p.filter.keep, p.filter.capacity, p.length]
+    elif isinstance(p, Scan):
+        exprs += [*p.fold.exprs, p.fold.length]
+    elif isinstance(p, Scatter):
+        exprs += [p.length, p.index, p.value]
+    elif isinstance(p, Select | Sorting):
+        exprs += p.sort.ranks
+    return exprs
+
+
 @dataclass(frozen=True, slots=True)
 class Require:
     """A condition on the payload; where it fails the frame is refused with `message`."""
@@ -277,6 +314,8 @@ class Kernel:
     sections: tuple[Section, ...]
     states: tuple[Array, ...]
     temps: tuple[Array, ...]
+    limits: dict[Expr, Expr]
+    """Largest value, known to the host, of each length that is not."""
     input: Array | None
     output: Array | None
     requires: tuple[Require, ...]
@@ -284,7 +323,12 @@ class Kernel:
     """Float parameters, in the order they are passed."""
     nonfinite: Fold | None
     """Tells whether the encoded values hold a NaN or an infinity."""
-    random: bool
+
+    @property
+    def random(self) -> bool:
+        """Whether a random number is drawn."""
+        exprs = [e for p in self.passes for e in pass_exprs(p)]
+        return any(e.op in ("uniform", "bits32") for e in walk(exprs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +474,8 @@ class Graph:
             return yes if cond.attr else no
         if yes is no:
             return yes
+        if yes.op == "const" and no.op == "const" and yes.type == "bool":
+            return cond if yes.attr else self.unary("not", cond)
         # a > b ? a : b is a maximum (of a NaN, whichever comes out: the frame is flagged).
         if cond.op in ("lt", "le") and {yes, no} == set(cond.args) and yes.type == "float":
             return self.binary("max" if yes is cond.args[1] else "min", *cond.args)

@@ -217,7 +217,9 @@ def filter_(player: _Player, node: ast.Call, env: Env) -> Binding:
     capacity = array.length if len(node.args) == 2 else player.size(node.args[2], env)
     if not capacity.host:
         player.fail(node, "the capacity of a filter is made of sizes and parameters")
-    return Kept(player.draft, Filter(cond, array.length, capacity), array.elem, array.at)
+    found = Filter(cond, array.length, capacity)
+    player.draft.limits[player.graph.count(found)] = capacity
+    return Kept(player.draft, found, array.elem, array.at)
 
 
 def sort_(player: _Player, node: ast.Call, env: Env) -> Binding:
@@ -306,6 +308,7 @@ def first_(player: _Player, node: ast.Call, env: Env) -> Binding:
     player.draft.requires.append(
         Require(g.logic("land", low, high), "a count is larger than the room it was given")
     )
+    player.draft.limits[count] = player.draft.limits.get(array.length, array.length)
     # The element's own domain ends at `count`; the load is clamped to the array all the same.
     return Computed(count, array.elem, array.at)
 

@@ -18,7 +18,6 @@ from hipress.compll.ir import (
     Expr,
     Filter,
     Fold,
-    Graph,
     Loop,
     Pass,
     Phase,
@@ -29,12 +28,18 @@ from hipress.compll.ir import (
     Sort,
     Sorting,
     Store,
+    pass_exprs,
+    pass_stores,
     walk,
 )
 
 
+class NotFusable(Exception):
+    """These states cannot be written in one go: the generic path has to do it."""
+
+
 def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> tuple[Pass, ...]:
-    """The passes of a kernel, in the order they run.
+    """The passes of a kernel, in the order they run (or `NotFusable`).
 
     Args:
         draft: What has to be written.
@@ -59,11 +64,7 @@ def _deep(exprs: Iterable[Expr]) -> Iterator[Expr]:
     for e in walk(exprs):
         yield e
         if e.op == "fold" and e.attr.block is not None:
-            yield from _deep(_fold_exprs(e.attr))
-
-
-def _fold_exprs(fold: Fold) -> list[Expr]:
-    return [fold.body, fold.init, *([fold.combine] if fold.combine is not None else [])]
+            yield from _deep(e.attr.exprs)
 
 
 @dataclass(eq=False)
@@ -80,7 +81,7 @@ class _Open:
     emits: list[Store] = field(default_factory=list)
 
     def exprs(self) -> list[Expr]:
-        out = [e for f in self.folds for e in _fold_exprs(f)]
+        out = [e for f in self.folds for e in f.exprs]
         out += [s.value for s in (*self.stores, *self.block_stores, *self.emits)]
         return out + ([self.filter.keep] if self.filter is not None else [])
 
@@ -135,7 +136,7 @@ class _Scheduler:
         d = self.draft
         out = [w.value for w in d.writes] + [value for _, _, value in d.emits]
         out += [e for s in d.sorts for e in (s.value, s.key, *s.ranks)]
-        out += [e for f, _ in d.scans for e in _fold_exprs(f)]
+        out += [e for f, _ in d.scans for e in f.exprs]
         out += [e for _, length, index, value, _ in d.spreads for e in (length, index, value)]
         return out + [r.cond for r in d.requires]
 
@@ -151,7 +152,7 @@ class _Scheduler:
                 seen.add(x)
                 yield x
                 if x.op == "fold":
-                    todo += _fold_exprs(x.attr)
+                    todo += x.attr.exprs
                 elif x.op in ("count", "taken"):
                     todo.append(x.attr.keep)
                 elif x.op == "idx":
@@ -185,7 +186,7 @@ class _Scheduler:
 
     def _find_level(self, job: object) -> int:
         if isinstance(job, Fold):
-            return self._wait([*_fold_exprs(job), job.length])
+            return self._wait([*job.exprs, job.length])
         if isinstance(job, Filter):
             emits = [value for f, _, value in self.draft.emits if f is job]
             return self._wait([job.keep, job.length, *emits], within=job)
@@ -217,7 +218,7 @@ class _Scheduler:
     # Placing.
 
     def _place_fold(self, fold: Fold, level: int) -> None:
-        block = block_of(_fold_exprs(fold))
+        block = block_of(fold.exprs)
         for p in self.open:
             if p.level == level and self._joins(p, fold.length, block):
                 p.folds.append(fold)
@@ -270,7 +271,7 @@ class _Scheduler:
             whole = sort.whole or sort.keys is not None
             self.fixed.append((level, reads, Sorting(sort) if whole else Select(sort)))
         for fold, array in d.scans:
-            self.fixed.append((self._level(fold), _fold_exprs(fold), Scan(fold, array)))
+            self.fixed.append((self._level(fold), fold.exprs, Scan(fold, array)))
         for spread in d.spreads:
             array, length, index, value, clear = spread
             scatter = Scatter(length, index, value, array, clear)
@@ -306,7 +307,8 @@ class _Scheduler:
         if fits:
             p = min(fits, key=lambda p: p.level)
         else:
-            assert not taken, "a state cannot be told from what a filter took"
+            if taken:
+                raise NotFusable("a state depends on what a filter took, but is still read later")
             p = _Open(level + 1, length, block)
             self.open.append(p)
         p.block = p.block or block
@@ -339,13 +341,13 @@ class _Scheduler:
             for e in walk(exprs):
                 if e.op == "fold" and e.attr.block is not None:
                     if e.attr not in inner:
-                        inner[e.attr] = depth(_fold_exprs(e.attr))
+                        inner[e.attr] = depth(e.attr.exprs)
                     found = max(found, inner[e.attr] + 1)
             return found
 
         last = depth([s.value for s in (*p.stores, *p.block_stores)])
         for fold in p.folds:
-            inner[fold] = depth(_fold_exprs(fold))
+            inner[fold] = depth(fold.exprs)
         last = max([last, *inner.values()])
         phases = [
             Phase(
@@ -358,32 +360,13 @@ class _Scheduler:
         return Loop(p.length, p.block, kept, tuple(p.block_stores))
 
 
-def validate(kernel_passes: tuple[Pass, ...], graph: Graph, given: set[Array]) -> None:
-    """Our own invariants: memory is written before it is read, and only ops we know."""
+def validate(passes: Iterable[Pass], given: Iterable[Array]) -> None:
+    """Our own invariant: memory is written before it is read."""
     ready = set(given)
-    for p in kernel_passes:
-        exprs, wrote = _uses(p)
-        for e in _deep(exprs):
+    for p in passes:
+        for e in _deep(pass_exprs(p)):
             if e.op in ("load", "load_clamped"):
                 assert e.attr in ready, f"{e.attr.name} is read before it is written"
-            assert e.attr is None or not isinstance(e.attr, str) or "\n" not in e.attr
-        ready |= wrote
-    del graph
-
-
-def _uses(p: Pass) -> tuple[list[Expr], set[Array]]:
-    if isinstance(p, Loop):
-        folds = [e for ph in p.phases for f in ph.folds for e in _fold_exprs(f)]
-        stores = [s for ph in p.phases for s in ph.stores] + list(p.block_stores)
-        return folds + [s.value for s in stores], {s.array for s in stores}
-    if isinstance(p, Compact):
-        stores = [*p.emits, *p.stores]
-        folds = [e for f in p.folds for e in _fold_exprs(f)]
-        return [p.filter.keep, *folds, *(s.value for s in stores)], {s.array for s in stores}
-    if isinstance(p, Scalars):
-        return [s.value for s in p.stores], {s.array for s in p.stores}
-    if isinstance(p, Scan):
-        return _fold_exprs(p.fold), {p.array}
-    if isinstance(p, Scatter):
-        return [p.index, p.value, p.length], {p.array}
-    return list(p.sort.ranks), set()
+        ready.update(s.array for s in pass_stores(p))
+        if isinstance(p, Scan | Scatter):
+            ready.add(p.array)

@@ -12,9 +12,12 @@ uint8 array of `body_bytes(n, params)` bytes. Sizes are computed there, on the h
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import ModuleType
 
 from hipress.compll.ir import STORAGE_BITS, Array, Expr, Kernel, walk
 
@@ -84,7 +87,7 @@ _HOST = {
     "add": "({} + {})",
     "sub": "({} - {})",
     "mul": "({} * {})",
-    "div": "({} / {} if {1} else math.nan)",
+    "div": "_host_div({}, {})",
     "idiv": "_host_idiv({}, {})",
     "imod": "({0} - _host_idiv({0}, {1}) * {1})",
     "shl": "({} << {})",
@@ -105,14 +108,13 @@ _HOST = {
     "min": "min({}, {})",
     "max": "max({}, {})",
     "abs": "abs({})",
-    "floor": "float(math.floor({}))",
+    "floor": "_host_floor({})",
     "sqrt": "math.sqrt(max({}, 0.0))",
-    "exp2": "2.0 ** {}",
-    "log2": "math.log2({})",
+    "exp2": "_host_exp2({})",
+    "log2": "_host_log2({})",
     "sign": "(({0} > 0) - ({0} < 0))",
     "float": "float({})",
-    "int": "int({})",
-    "round_f16": "float(np.float16({}))",
+    "int": "_host_int({})",
     "finite": "math.isfinite({})",
 }
 
@@ -122,9 +124,49 @@ def _host_idiv(a, b):
     return q if (a < 0) == (b < 0) else -q
 
 
+def _host_div(a, b):
+    return a / b if b else math.nan
+
+
+def _host_floor(a):
+    return float(math.floor(a)) if math.isfinite(a) else a
+
+
+def _host_exp2(a):
+    return 2.0**a if a < 1024 else math.inf
+
+
+def _host_log2(a):
+    return math.log2(a) if a > 0 else math.nan
+
+
+def _host_int(a):
+    return int(max(min(a, 9.0e18), -9.0e18)) if a == a else 0
+
+
 def _align(num_bytes):
     return (num_bytes + 15) // 16 * 16
 """
+
+
+def copied(text: str, helpers: ModuleType, decorator: str = "") -> str:
+    """Copies the functions of `helpers` that `text` calls, each before its callers."""
+    functions = {
+        name: inspect.getsource(f)
+        for name, f in vars(helpers).items()
+        if inspect.isfunction(f) and f.__module__ == helpers.__name__
+    }
+    needed: dict[str, None] = {}
+
+    def need(source: str, myself: str = "") -> None:
+        for name in re.findall(r"\b_[a-z0-9_]+(?=\()", source):
+            if name in functions and name != myself and name not in needed:
+                need(functions[name], name)
+                needed[name] = None
+
+    need(text)
+    bare = (re.sub(r": Any\b| -> (Any|None)\b", "", functions[name]) for name in needed)
+    return "".join(f"{decorator}{source}\n\n" for source in bare)
 
 
 def host_text(e: Expr, params: tuple[str, ...]) -> str:
@@ -137,8 +179,18 @@ def host_text(e: Expr, params: tuple[str, ...]) -> str:
         return f"params[{params.index(e.attr)}]"
     args = [host_text(a, params) for a in e.args]
     if e.op == "uint":
-        return f"min(max(int({args[0]}), 0), {2**e.attr - 1})"
+        return f"min(max(_host_int({args[0]}), 0), {2**e.attr - 1})"
     return _HOST[e.op].format(*args)
+
+
+def clear_gaps(places: list[Place], out: Lines) -> None:
+    """Prints what zeroes the bytes between sections, so that equal payloads are equal bytes."""
+    ends = [*(p.offset for p in places[1:]), "end"]
+    for place, nxt in zip(places, ends, strict=True):
+        if place.scalar and nxt.isdigit():
+            if int(place.offset) + int(place.num_bytes) == int(nxt):
+                continue
+        out(f"body[{place.offset} + {place.num_bytes} : {nxt}] = 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +225,9 @@ def layout(kernel: Kernel, out: Lines) -> list[Place]:
             places.append(Place(array, True, f"o{k}", str(size)))
             out(f"end = o{k} + {size}")
             continue
-        length = host_text(array.length, kernel.params)
+        length = f"max({host_text(array.length, kernel.params)}, 0)"
+        if array.length.op == "n":
+            length = "n"
         out(f"o{k} = {(fixed + 15) // 16 * 16}" if fixed is not None else f"o{k} = _align(end)")
         out(
             f"b{k} = ({length} * {bits} + 7) // 8" if bits < 8 else f"b{k} = {length} * {bits // 8}"

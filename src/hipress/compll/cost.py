@@ -1,0 +1,110 @@
+"""What a kernel moves: passes over the gradient and bytes for each of its elements.
+
+"The fewest passes over memory" is the goal of the compiler; this counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hipress.compll.ir import (
+    STORAGE_BITS,
+    Array,
+    Compact,
+    Expr,
+    Fold,
+    Kernel,
+    Loop,
+    Pass,
+    Scalars,
+    Scan,
+    Scatter,
+    Select,
+    Sorting,
+    Store,
+    walk,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a kernel moves for each element of the gradient."""
+
+    num_passes: int
+    """Passes over all elements of the gradient."""
+    read_bytes: float
+    """Of arrays as long as the gradient, once for each pass that reads them."""
+    written_bytes: float
+
+    def __str__(self) -> str:
+        passes = f"{self.num_passes} pass{'' if self.num_passes == 1 else 'es'} over the gradient"
+        return f"{passes}; reads {self.read_bytes:g}, writes {self.written_bytes:g} bytes/element"
+
+
+def cost(kernel: Kernel) -> Cost:
+    """Counts passes and bytes; a sort counts as one pass, though it moves more."""
+    moved = [_moved(p) for p in kernel.passes]
+    clears = [p for p in kernel.passes if isinstance(p, Scatter) and p.clear]
+    return Cost(
+        num_passes=sum(_is_n(domain(p)) for p in kernel.passes)
+        + sum(_is_n(p.array.length) for p in clears),
+        read_bytes=sum(_element_bytes(reads) for reads, _ in moved),
+        written_bytes=sum(_element_bytes(writes) for _, writes in moved),
+    )
+
+
+def _moved(p: Pass) -> tuple[set[Array], set[Array]]:
+    """Arrays that a pass reads and writes from end to end."""
+    if isinstance(p, Select | Sorting):
+        arrays = {p.sort.values, *([p.sort.keys] if p.sort.keys is not None else [])}
+        return arrays, arrays if isinstance(p, Sorting) else set()
+    exprs, stores = _parts(p)
+    reads = {
+        e.attr
+        for e in walk(exprs)
+        if e.op in ("load", "load_clamped") and e.args[0].op == "idx" and _is_n(domain(p))
+    }
+    if isinstance(p, Scan):
+        return reads, {p.array}
+    if isinstance(p, Scatter):
+        return reads, {p.array} if p.clear else set()
+    return reads, {s.array for s in stores}
+
+
+def _parts(p: Pass) -> tuple[list[Expr], list[Store]]:
+    """Every value that a pass computes, and what it stores."""
+    if isinstance(p, Select | Sorting):
+        return list(p.sort.ranks), []
+    folds: list[Fold] = []
+    stores: list[Store] = []
+    exprs: list[Expr] = []
+    if isinstance(p, Loop):
+        folds = [f for phase in p.phases for f in phase.folds]
+        stores = [*(s for phase in p.phases for s in phase.stores), *p.block_stores]
+    elif isinstance(p, Compact):
+        folds, stores, exprs = list(p.folds), [*p.emits, *p.stores], [p.filter.keep]
+    elif isinstance(p, Scan):
+        folds = [p.fold]
+    elif isinstance(p, Scatter):
+        exprs = [p.index, p.value]
+    else:
+        stores = list(p.stores)
+    exprs += [e for f in folds for e in (f.body, f.init)]
+    return exprs + [s.value for s in stores], stores
+
+
+def domain(p: Pass) -> Expr | None:
+    if isinstance(p, Select | Sorting):
+        return p.sort.length
+    if isinstance(p, Scan):
+        return p.fold.length
+    return None if isinstance(p, Scalars) else p.length
+
+
+def _is_n(length: Expr | None) -> bool:
+    return length is not None and length.op == "n"
+
+
+def _element_bytes(arrays: Iterable[Array]) -> float:
+    return sum(STORAGE_BITS[a.storage] / 8 for a in arrays if _is_n(a.length))
