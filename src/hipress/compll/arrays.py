@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hipress.compll.ir import STORAGE_BITS, Array, Expr, Filter, Fold, Graph, Require, Sort
+from hipress.compll.graph import Graph
+from hipress.compll.ir import STORAGE_BITS, Array, Expr, Filter, Fold, Require, Sort
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from typing import Any, Protocol
 
 from hipress import settings
 from hipress.compll import ast, check, derive
-from hipress.compll.check import Param, ParamValue
 from hipress.compll.derive import PLAIN, Pair, Variant
 from hipress.compll.ir import Kernel
 from hipress.compll.parse import parse
 from hipress.compll.render import HOST_PRELUDE, body_bytes_source
+from hipress.compll.scope import Param, ParamValue
 from hipress.errors import BackendError, ProgramError, UsageError
 
 BACKENDS = {

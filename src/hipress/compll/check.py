@@ -7,14 +7,12 @@ array one of `arrays`. What does not fit is a `ProgramError` at the place where 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass
 
-from hipress.compll import ast, operators
+from hipress.compll import ast
 from hipress.compll.arrays import (
     BOOL,
     FLOAT,
-    INT,
     ArrayValue,
     Computed,
     Draft,
@@ -26,107 +24,21 @@ from hipress.compll.arrays import (
     Stored,
     convert,
 )
-from hipress.compll.ir import Array, Expr, Graph, Require
-from hipress.compll.parse import fail
-
-WIDTHS = (1, 2, 4, 8, 16, 32)
-MAX_DEPTH = 100
-MAX_WORK = 100_000
-"""Expressions played for one function: the largest of our programs needs under 500."""
-ParamValue = int | float
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A number and the type it was declared with."""
-
-    value: Expr
-    elem: ElemType
-
-
-@dataclass(frozen=True, slots=True)
-class Func:
-    """A lambda and the names it captures."""
-
-    code: ast.Lambda
-    env: Env
-
-
-@dataclass(frozen=True, slots=True)
-class Struct:
-    """A param block passed as an argument."""
-
-    fields: Mapping[str, Scalar]
-
-
-@dataclass(frozen=True, slots=True)
-class Unset:
-    """Declared, without a value yet."""
-
-    elem: ElemType
-    array: bool
-    length: Expr | None
-
-
-Binding = Scalar | ArrayValue | Func | Struct | Unset
-
-
-@dataclass
-class Env:
-    """Names in scope; inner scopes see outer ones."""
-
-    names: dict[str, Binding] = field(default_factory=dict)
-    outer: Env | None = None
-    block: int | None = None
-    """The block size, inside a `per` scope."""
-
-    def home(self, name: str) -> Env | None:
-        """The scope that defines `name`."""
-        env: Env | None = self
-        while env is not None and name not in env.names:
-            env = env.outer
-        return env
-
-    def visible(self) -> list[str]:
-        env: Env | None = self
-        names: set[str] = set()
-        while env is not None:
-            names |= env.names.keys()
-            env = env.outer
-        return sorted(names)
-
-
-@dataclass(frozen=True, slots=True)
-class Param:
-    """A parameter of a program, as its signature or a param block declares it."""
-
-    name: str
-    elem: ElemType
-    default: ParamValue | None
-
-    @property
-    def runtime(self) -> bool:
-        """Floats are passed at run time; integers are known when kernels are made."""
-        return self.elem.kind == "float"
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The arguments of a function, by role."""
-
-    gradient: ast.Arg
-    payload: ast.Arg
-    states: tuple[ast.Arg, ...]
-    params: tuple[Param, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One piece of a payload, in the order of `concat`."""
-
-    elem: ElemType
-    value: Expr | ArrayValue
-    pos: ast.Pos
+from hipress.compll.expressions import Expressions
+from hipress.compll.graph import Graph
+from hipress.compll.ir import Array, Expr, Require
+from hipress.compll.scope import (
+    Binding,
+    Env,
+    Func,
+    Param,
+    ParamValue,
+    Part,
+    Scalar,
+    Signature,
+    Struct,
+    Unset,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +52,7 @@ class Played:
 
 def signature(source: ast.Source, function: ast.Function) -> Signature:
     """Sorts the arguments of an encode or decode function by role."""
-    check = _Player(source, Draft(Graph()), {})
+    check = Expressions(source, Draft(Graph()))
     arrays = [a for a in function.args if a.type.array]
     states = tuple(a for a in arrays if a.inout)
     gradients = [a for a in arrays if not a.inout and a.type.base == "float"]
@@ -182,7 +94,7 @@ def signature(source: ast.Source, function: ast.Function) -> Signature:
 _SCALARS = ("float", "int", "uint", "uint1", "uint2", "uint4", "uint8", "uint16", "uint32")
 
 
-def _fields(check: _Player, block: ast.ParamBlock) -> list[Param]:
+def _fields(check: Expressions, block: ast.ParamBlock) -> list[Param]:
     params = []
     for f in block.fields:
         elem = check.elem(f.type, Env())
@@ -241,53 +153,15 @@ def play(
     return Played(player.parts, None, finals)  # type: ignore[arg-type]
 
 
-class _Player:
-    """Walks statements and expressions; one per function played."""
+class _Player(Expressions):
+    """Plays the statements of a function."""
 
     def __init__(self, source: ast.Source, draft: Draft, params: dict[str, ParamValue]) -> None:
-        self.source = source
-        self.draft = draft
-        self.graph = draft.graph
+        super().__init__(source, draft)
         self.params = params
         self.parts: tuple[Part, ...] | None = None
         self.payload: Sequence[Part] | None = None
         self.payload_name: str | None = None
-        self.position: Expr | None = None
-        """Index that `random` draws for: set while a lambda runs over an array."""
-        self.depth = 0
-        self.work = 0
-        self._sites: dict[ast.Pos, int] = {}
-
-    def fail(self, node: ast.Node, message: str) -> NoReturn:
-        fail(self.source.file, self.source.text, node.pos, message)
-
-    def site(self, pos: ast.Pos) -> int:
-        """Each `random` in the text draws its own numbers."""
-        return self._sites.setdefault(pos, len(self._sites))
-
-    # Types.
-
-    def elem(self, type_: ast.TypeName, env: Env) -> ElemType:
-        """The element type that `type_` names."""
-        if type_.width is not None and type_.base != "uint":
-            self.fail(type_, f"{type_.base!r} takes no width; write uint<...>")
-        if type_.base == "uint":
-            if type_.width is None:
-                return ElemType("uint", 32)
-            width = self.scalar(type_.width, env)
-            if width.op != "const" or width.type != "int":
-                self.fail(type_.width, "a width is made of integer parameters and literals")
-            if width.attr not in WIDTHS:
-                choices = ", ".join(map(str, WIDTHS))
-                self.fail(type_.width, f"a uint of {width.attr} bits; allowed: {choices}")
-            return ElemType("uint", width.attr)
-        if type_.base.startswith("uint"):
-            return ElemType("uint", int(type_.base[4:]))
-        if type_.base in ("float", "int", "float16", "bfloat16"):
-            return ElemType(type_.base)
-        self.fail(type_, f"{type_.base!r} is no type of a value; allowed: float, int, uint<...>")
-
-    # Arguments.
 
     def arguments(self, function: ast.Function, roles: Signature) -> Env:
         """The parameters by name; arrays are bound by the caller."""
@@ -316,8 +190,6 @@ class _Player:
             self.fail(function, f"parameter {param.name!r} has no value and no default")
         return Scalar(self.graph.const(int(value)), param.elem)
 
-    # Statements of a function.
-
     def statements(self, body: Sequence[ast.Statement], env: Env) -> None:
         for statement in body:
             self._statement(statement, env)
@@ -341,52 +213,35 @@ class _Player:
         else:
             self.fail(s, "return is allowed in lambdas only; use if/else")
 
-    def declare(self, s: ast.Declare, env: Env) -> None:
-        """Binds a new name."""
-        if s.name in env.names:
-            self.fail(s, f"{s.name!r} is declared twice")
-        if s.type.base == "lambda_func":
-            assert isinstance(s.value, ast.Lambda)
-            env.names[s.name] = Func(s.value, env)
-            return
-        if isinstance(s.value, ast.Lambda):
-            self.fail(s, "a lambda is declared with lambda_func")
-        elem = self.elem(s.type, env)
-        if s.value is None:
-            length = None if s.size is None else self.size(s.size, env)
-            env.names[s.name] = Unset(elem, s.type.array or s.size is not None, length)
-        else:
-            env.names[s.name] = self._typed(s.value, elem, s.type.array, s.name, env)
-
     def _assign(self, s: ast.Assign, env: Env) -> None:
         home = env.home(s.name)
         if home is None:
-            self._unknown(s, s.name, env)
+            self.unknown(s, s.name, env)
         old = home.names[s.name]
         if isinstance(s.value, ast.Call) and s.value.name == "concat":
             if not (isinstance(old, Unset) and old.array and old.length is None):
                 self.fail(s, f"concat(...) is assigned to the payload, once; {s.name!r} is not it")
-            if self._scope(env) is not None:
+            if env.per() is not None:
                 self.fail(s, "concat(...) belongs after the per scope, not inside it")
             self.parts = tuple(self._part(a, env) for a in s.value.args)
             home.names[s.name] = Computed(self.graph.const(0), BOOL, lambda ix: ix)
             return
-        scope = self._scope(env)
+        scope = env.per()
         if isinstance(old, Func | Struct):
             self.fail(s, f"{s.name!r} is not a variable")
         if isinstance(old, Scalar):
-            if scope is not None and scope is not home and not self._inside(home, scope):
+            if scope is not None and scope is not home and not home.within(scope):
                 self.fail(
                     s,
                     f"{s.name!r} has one value for the whole gradient; "
                     "declare a new name inside the per scope",
                 )
-            home.names[s.name] = self._typed(s.value, old.elem, False, s.name, env)
+            home.names[s.name] = self.typed(s.value, old.elem, False, s.name, env)
             return
         array = old.array if isinstance(old, Unset) else True
-        made = self._typed(s.value, old.elem, array, s.name, env)
+        made = self.typed(s.value, old.elem, array, s.name, env)
         want = old.length
-        if scope is not None and home is not scope and not self._inside(home, scope):
+        if scope is not None and home is not scope and not home.within(scope):
             made = self._leave(s.name, made, s, scope)
         if want is not None and not isinstance(made, Scalar) and made.length is not want:
             self.fail(
@@ -401,48 +256,15 @@ class _Player:
         if cond.op == "const":
             self.statements(s.yes if cond.attr else s.no, Env(outer=env))
             return
-        before = self._snapshot(env)
+        before = env.snapshot()
         self.statements(s.yes, Env(outer=env))
-        yes = self._snapshot(env)
-        self._restore(env, before)
+        yes = env.snapshot()
+        env.restore(before)
         self.statements(s.no, Env(outer=env))
-        self._merge(s, cond, yes, env)
-
-    def _snapshot(self, env: Env | None) -> list[dict[str, Binding]]:
-        frames = []
-        while env is not None:
-            frames.append(dict(env.names))
-            env = env.outer
-        return frames
-
-    def _restore(self, env: Env | None, frames: list[dict[str, Binding]]) -> None:
-        for frame in frames:
-            assert env is not None
-            env.names = dict(frame)
-            env = env.outer
-
-    def _merge(
-        self, node: ast.Node, cond: Expr, yes: list[dict[str, Binding]], env: Env | None
-    ) -> None:
-        for frame in yes:
-            assert env is not None
-            for name, a in frame.items():
-                b = env.names[name]
-                if a is b or a == b:
-                    continue
-                if not (isinstance(a, Scalar) and isinstance(b, Scalar)):
-                    self.fail(
-                        node,
-                        f"{name!r} would be an array that depends on the gradient; "
-                        "choose between arrays by parameters only, or inside a lambda",
-                    )
-                env.names[name] = Scalar(self.graph.select(cond, a.value, b.value), a.elem)
-            env = env.outer
-
-    # The per-block scope.
+        self.merge(s, cond, yes, env)
 
     def _per(self, s: ast.Per, env: Env) -> None:
-        if self._scope(env) is not None:
+        if env.per() is not None:
             self.fail(s, "a per scope cannot stand inside another")
         size = self.scalar(s.size, env)
         if size.op != "const" or size.type != "int":
@@ -477,21 +299,6 @@ class _Player:
             )
         return InBlocks(self.draft, made.at(self.graph.block("lidx", size)), made.elem)
 
-    @staticmethod
-    def _scope(env: Env | None) -> Env | None:
-        """The per scope around `env`."""
-        while env is not None and env.block is None:
-            env = env.outer
-        return env
-
-    @staticmethod
-    def _inside(env: Env | None, scope: Env) -> bool:
-        while env is not None and env is not scope:
-            env = env.outer
-        return env is scope
-
-    # Payloads.
-
     def _part(self, node: ast.Expr, env: Env) -> Part:
         value = self.value(node, env)
         if isinstance(value, Scalar):
@@ -507,7 +314,7 @@ class _Player:
         return Part(value.elem, value, node.pos)
 
     def _extract(self, call: ast.Call, env: Env) -> None:
-        if self._scope(env) is not None:
+        if env.per() is not None:
             self.fail(call, "extract(...) belongs before the per scope, not inside it")
         names = []
         for arg in call.args:
@@ -544,13 +351,13 @@ class _Player:
                 value = self.graph.load(array, self.graph.const(0))
                 parts.append(Part(slot.elem, value, target.pos))
             else:
-                self._unknown(target, target.id, env)
+                self.unknown(target, target.id, env)
         return parts
 
     def _bind(self, target: ast.Name, part: Part, env: Env) -> None:
         home = env.home(target.id)
         if home is None:
-            self._unknown(target, target.id, env)
+            self.unknown(target, target.id, env)
         slot = home.names[target.id]
         wrote = f"{part.elem}{'' if isinstance(part.value, Expr) else '*'}"
         if isinstance(slot, Func | Struct):
@@ -580,287 +387,6 @@ class _Player:
                 f"{target.id!r} has {self.show(want)} elements; encode wrote {self.show(limit)}",
             )
         home.names[target.id] = value
-
-    # Expressions.
-
-    def value(self, node: ast.Expr, env: Env) -> Binding:
-        """Any value: a number, an array or a function."""
-        self.depth += 1
-        self.work += 1
-        if self.depth > MAX_DEPTH:
-            self.fail(node, "expressions or lambdas are nested too deeply; name the inner ones")
-        if self.work > MAX_WORK:
-            self.fail(node, "the program is too large: its lambdas call each other too often")
-        try:
-            return self._value(node, env)
-        finally:
-            self.depth -= 1
-
-    def _value(self, node: ast.Expr, env: Env) -> Binding:
-        if isinstance(node, ast.Number):
-            return self.number(self.graph.const(node.value))
-        if isinstance(node, ast.Name):
-            return self._name(node, env)
-        if isinstance(node, ast.Lambda):
-            return Func(node, env)
-        if isinstance(node, ast.Call):
-            return self._call(node, env)
-        if isinstance(node, ast.Member):
-            return self._member(node, env)
-        if isinstance(node, ast.Index):
-            array = self.array(node.value, env)
-            index = self.scalar(node.index, env)
-            if index.type != "int":
-                self.fail(node.index, "an index is an int; this is a float")
-            return Scalar(array.at(index), array.elem)
-        if isinstance(node, ast.Ternary):
-            cond = self.graph.to_bool(self.scalar(node.cond, env))
-            if cond.op == "const":
-                return self.value(node.yes if cond.attr else node.no, env)
-            yes, no = self.same(self.scalar(node.yes, env), self.scalar(node.no, env))
-            return self.number(self.graph.select(cond, yes, no))
-        if isinstance(node, ast.Unary):
-            return self.number(self._unary(node, self.scalar(node.value, env)))
-        return self.number(self._binary(node, env))
-
-    def number(self, value: Expr) -> Scalar:
-        """A scalar with the type that its value has by itself."""
-        elem = {"float": FLOAT, "int": INT, "bool": BOOL}[value.type]
-        return Scalar(value, elem)
-
-    def _name(self, node: ast.Name, env: Env) -> Binding:
-        home = env.home(node.id)
-        if home is None:
-            self._unknown(node, node.id, env)
-        found = home.names[node.id]
-        scope = self._scope(env)
-        if scope is None or self._inside(home, scope):
-            return found
-        if isinstance(found, Scalar | Func | Struct | Unset):
-            return found
-        assert scope.block is not None
-        if found.length is self.graph.n:
-            return Sliced(self.graph, found, scope.block)
-        if found.length is self.draft.blocks(scope.block):
-            return Scalar(found.at(self.graph.block("bnum", scope.block)), found.elem)
-        return found
-
-    def _member(self, node: ast.Member, env: Env) -> Binding:
-        value = self.value(node.value, env)
-        if isinstance(value, Struct):
-            if node.field not in value.fields:
-                known = ", ".join(value.fields)
-                self.fail(node, f"no parameter {node.field!r}; the block has: {known}")
-            return value.fields[node.field]
-        if isinstance(value, Unset) and value.array and value.length is not None:
-            length = value.length
-            scope = self._scope(env)
-            if scope is not None and length is self.graph.n:
-                assert scope.block is not None
-                length = self.graph.block("blen", scope.block)
-        elif isinstance(value, Scalar | Func | Unset):
-            self.fail(node, f"only arrays have members, and only .size; this has no {node.field!r}")
-        else:
-            length = value.length
-        if node.field != "size":
-            self.fail(node, f"an array has no {node.field!r}, only .size")
-        return Scalar(length, INT)
-
-    def _unary(self, node: ast.Unary, value: Expr) -> Expr:
-        if node.op == "!":
-            return self.graph.unary("not", self.graph.to_bool(value))
-        if node.op == "~":
-            return self.graph.unary("inv", self._whole(node.value, value))
-        if value.type == "bool":
-            value = self.graph.to_int(value)
-        return value if node.op == "+" else self.graph.unary("neg", value)
-
-    def _whole(self, node: ast.Node, value: Expr) -> Expr:
-        if value.type == "float":
-            self.fail(node, "an int is needed here; this is a float")
-        return self.graph.to_int(value)
-
-    def _binary(self, node: ast.Binary, env: Env) -> Expr:
-        g = self.graph
-        a, b = self.scalar(node.left, env), self.scalar(node.right, env)
-        if node.op in ("&&", "||"):
-            return g.logic("land" if node.op == "&&" else "lor", g.to_bool(a), g.to_bool(b))
-        if node.op in ("%", "<<", ">>", "&", "|", "^"):
-            op = {"%": "imod", "<<": "shl", ">>": "shr", "&": "and", "|": "or", "^": "xor"}[node.op]
-            return g.binary(op, self._whole(node.left, a), self._whole(node.right, b))
-        a, b = self.same(a, b)
-        if node.op in ("<", "<=", "==", "!="):
-            return g.binary({"<": "lt", "<=": "le", "==": "eq", "!=": "ne"}[node.op], a, b)
-        if node.op in (">", ">="):
-            return g.binary("lt" if node.op == ">" else "le", b, a)
-        if node.op == "/":
-            return g.binary("div" if a.type == "float" else "idiv", a, b)
-        return g.binary({"+": "add", "-": "sub", "*": "mul"}[node.op], a, b)
-
-    def same(self, a: Expr, b: Expr) -> tuple[Expr, Expr]:
-        """Two numbers in their common type: float if one is, else int."""
-        g = self.graph
-        if "float" in (a.type, b.type):
-            return g.to_float(a), g.to_float(b)
-        return g.to_int(a), g.to_int(b)
-
-    def scalar(self, node: ast.Expr, env: Env) -> Expr:
-        """A number, or an error at `node`."""
-        value = self.value(node, env)
-        if isinstance(value, Scalar):
-            return value.value
-        what = self._what(value)
-        self.fail(node, f"a number is needed here, this is {what}; index it or reduce it")
-
-    def array(self, node: ast.Expr, env: Env) -> ArrayValue:
-        """An array, or an error at `node`."""
-        value = self.value(node, env)
-        if isinstance(value, Scalar | Func | Struct | Unset):
-            self.fail(node, f"an array is needed here, this is {self._what(value)}")
-        return value
-
-    @staticmethod
-    def _what(value: Binding) -> str:
-        if isinstance(value, Func):
-            return "a lambda"
-        if isinstance(value, Struct):
-            return "a param block"
-        if isinstance(value, Unset):
-            return "a name without a value yet"
-        return str(value.elem) if isinstance(value, Scalar) else f"an array ({value.elem}*)"
-
-    def size(self, node: ast.Expr, env: Env) -> Expr:
-        """The length of an array: known from sizes and parameters alone."""
-        value = self.scalar(node, env)
-        if value.type != "int":
-            self.fail(node, "a size is an int; this is a float (use floor and an int variable)")
-        if not (value.host or value.op in ("count", "blen")):
-            self.fail(node, "a size is made of sizes and parameters; this depends on the gradient")
-        return value
-
-    def show(self, length: Expr) -> str:
-        """A length in words a reader knows."""
-        if length.op == "n":
-            return "as many as the gradient"
-        if length.op == "const":
-            return str(length.attr)
-        if length.op == "count":
-            return "as many as a filter let through"
-        return "another number of" if length.op != "blen" else "as many as the block"
-
-    def _typed(
-        self, node: ast.Expr, elem: ElemType, array: bool, name: str, env: Env
-    ) -> Scalar | ArrayValue:
-        value = self.value(node, env)
-        if isinstance(value, Scalar):
-            if array:
-                self.fail(node, f"{name!r} is an array ({elem}*); this is a number")
-            return Scalar(convert(self.graph, value.value, elem), elem)
-        if isinstance(value, Func | Struct | Unset):
-            self.fail(node, f"{name!r} cannot hold {self._what(value)}")
-        if not array:
-            self.fail(node, f"{name!r} is a number; this is an array ({value.elem}*)")
-        return operators.retyped(self, value, elem)
-
-    # Calls.
-
-    def _call(self, node: ast.Call, env: Env) -> Binding:
-        home = env.home(node.name)
-        if home is not None:
-            func = home.names[node.name]
-            if not isinstance(func, Func):
-                self.fail(node, f"{node.name!r} is {self._what(func)} here, not a function")
-            return self.apply(node, func, [self.scalar(a, env) for a in node.args], None)
-        operator = operators.OPERATORS.get(node.name)
-        if operator is None:
-            known = ", ".join(sorted(operators.OPERATORS))
-            self.fail(node, f"{node.name!r} is not a function; operators: {known}")
-        return operator(self, node, env)
-
-    def apply(
-        self, node: ast.Node, func: Func, args: Sequence[Expr], position: Expr | None
-    ) -> Scalar:
-        """Calls a lambda; `position` is the index it runs at, if it runs over an array."""
-        code = func.code
-        if len(args) != len(code.args):
-            self.fail(node, f"the lambda takes {len(code.args)} arguments; {len(args)} were given")
-        env = Env(outer=func.env)
-        for arg, value in zip(code.args, args, strict=True):
-            if arg.type.array or arg.inout:
-                self.fail(arg, "a lambda takes numbers; capture arrays by name instead")
-            elem = self.elem(arg.type, func.env)
-            env.names[arg.name] = Scalar(convert(self.graph, value, elem), elem)
-        saved = self.position
-        self.position = position if position is not None else saved
-        try:
-            done, result = self._outcome(code.body, env, env)
-        finally:
-            self.position = saved
-        if done is not self.graph.const(True):
-            self.fail(code, "the lambda may end without a return")
-        returns = self.elem(code.returns, func.env)
-        if code.returns.array:
-            self.fail(code.returns, "a lambda returns a number")
-        return Scalar(convert(self.graph, result, returns), returns)
-
-    def _outcome(self, body: Sequence[ast.Statement], env: Env, top: Env) -> tuple[Expr, Expr]:
-        """Whether a lambda's statements return, and what; both may depend on the element.
-
-        Every statement is played once, also after an `if` that returns: work grows with the
-        length of the text, not with the number of ways through it.
-        """
-        g = self.graph
-        done, result = g.const(False), g.const(0)
-        for s in body:
-            if isinstance(s, ast.Return):
-                if s.value is None:
-                    self.fail(s, "a lambda returns a value")
-                returns, value = g.const(True), self.scalar(s.value, env)
-            elif isinstance(s, ast.If):
-                returns, value = self._branch(s, env, top)
-            else:
-                self._inner_statement(s, env, top)
-                continue
-            if done is g.const(False):
-                result = value
-            else:
-                result = g.select(done, *self.same(result, value))
-            done = g.logic("lor", done, returns)
-            if done is g.const(True):
-                break
-        return done, result
-
-    def _branch(self, s: ast.If, env: Env, top: Env) -> tuple[Expr, Expr]:
-        g = self.graph
-        cond = g.to_bool(self.scalar(s.cond, env))
-        before = self._snapshot(env)
-        yes_done, yes = self._outcome(s.yes, Env(outer=env), top)
-        after = self._snapshot(env)
-        self._restore(env, before)
-        no_done, no = self._outcome(s.no, Env(outer=env), top)
-        self._merge(s, cond, after, env)
-        if no_done is g.const(False):
-            return g.logic("land", cond, yes_done), yes
-        if yes_done is g.const(False):
-            return g.logic("land", g.unary("not", cond), no_done), no
-        return g.select(cond, yes_done, no_done), g.select(cond, *self.same(yes, no))
-
-    def _inner_statement(self, s: ast.Statement, env: Env, top: Env) -> None:
-        if isinstance(s, ast.Declare):
-            if s.type.array or s.size is not None or s.type.base == "lambda_func":
-                self.fail(s, "inside a lambda only numbers can be declared")
-            self.declare(s, env)
-        elif isinstance(s, ast.Assign):
-            home = env.home(s.name)
-            if home is not None and not self._inside(home, top):
-                self.fail(s, f"a lambda can only assign its own names; {s.name!r} is captured")
-            self._assign(s, env)
-        else:
-            self.fail(s, "inside a lambda: declarations, assignments, if and return")
-
-    def _unknown(self, node: ast.Node, name: str, env: Env) -> NoReturn:
-        names = ", ".join(env.visible()) or "none"
-        self.fail(node, f"{name!r} is not defined; names in scope: {names}")
 
 
 def _is_array(slot: Binding) -> bool:

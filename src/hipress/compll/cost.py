@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from hipress.compll.ir import (
     STORAGE_BITS,
     Array,
-    Compact,
     Expr,
-    Fold,
     Kernel,
-    Loop,
     Pass,
     Scalars,
     Scan,
     Scatter,
     Select,
     Sorting,
-    Store,
+    pass_exprs,
+    pass_stores,
     walk,
 )
 
@@ -54,52 +52,30 @@ def cost(kernel: Kernel) -> Cost:
     )
 
 
+def domain(p: Pass) -> Expr | None:
+    """The number of elements that a pass goes over."""
+    if isinstance(p, Select | Sorting):
+        return p.sort.length
+    if isinstance(p, Scan):
+        return p.fold.length
+    return None if isinstance(p, Scalars) else p.length
+
+
 def _moved(p: Pass) -> tuple[set[Array], set[Array]]:
     """Arrays that a pass reads and writes from end to end."""
     if isinstance(p, Select | Sorting):
         arrays = {p.sort.values, *([p.sort.keys] if p.sort.keys is not None else [])}
         return arrays, arrays if isinstance(p, Sorting) else set()
-    exprs, stores = _parts(p)
     reads = {
         e.attr
-        for e in walk(exprs)
+        for e in walk(pass_exprs(p))
         if e.op in ("load", "load_clamped") and e.args[0].op == "idx" and _is_n(domain(p))
     }
     if isinstance(p, Scan):
         return reads, {p.array}
     if isinstance(p, Scatter):
         return reads, {p.array} if p.clear else set()
-    return reads, {s.array for s in stores}
-
-
-def _parts(p: Pass) -> tuple[list[Expr], list[Store]]:
-    """Every value that a pass computes, and what it stores."""
-    if isinstance(p, Select | Sorting):
-        return list(p.sort.ranks), []
-    folds: list[Fold] = []
-    stores: list[Store] = []
-    exprs: list[Expr] = []
-    if isinstance(p, Loop):
-        folds = [f for phase in p.phases for f in phase.folds]
-        stores = [*(s for phase in p.phases for s in phase.stores), *p.block_stores]
-    elif isinstance(p, Compact):
-        folds, stores, exprs = list(p.folds), [*p.emits, *p.stores], [p.filter.keep]
-    elif isinstance(p, Scan):
-        folds = [p.fold]
-    elif isinstance(p, Scatter):
-        exprs = [p.index, p.value]
-    else:
-        stores = list(p.stores)
-    exprs += [e for f in folds for e in (f.body, f.init)]
-    return exprs + [s.value for s in stores], stores
-
-
-def domain(p: Pass) -> Expr | None:
-    if isinstance(p, Select | Sorting):
-        return p.sort.length
-    if isinstance(p, Scan):
-        return p.fold.length
-    return None if isinstance(p, Scalars) else p.length
+    return reads, {s.array for s in pass_stores(p)}
 
 
 def _is_n(length: Expr | None) -> bool:

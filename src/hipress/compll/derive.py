@@ -23,9 +23,10 @@ from hipress.compll.arrays import (
     Stored,
     Write,
 )
-from hipress.compll.check import ParamValue, Part
-from hipress.compll.ir import Array, Expr, Fold, Graph, Kernel, Section
+from hipress.compll.graph import Graph
+from hipress.compll.ir import Array, Expr, Fold, Kernel, Section
 from hipress.compll.passes import schedule, validate
+from hipress.compll.scope import ParamValue, Part, Signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +256,6 @@ def _memory(part: Part) -> Array:
     return part.value.array
 
 
-def _params(roles: check.Signature, extra: str | None) -> tuple[str, ...]:
+def _params(roles: Signature, extra: str | None) -> tuple[str, ...]:
     names = [p.name for p in roles.params if p.runtime]
     return (*names, *([extra] if extra else []))

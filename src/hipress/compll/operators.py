@@ -1,7 +1,7 @@
 """The operators of the language: one function and one line in `OPERATORS` each.
 
-An operator gets the player (see `check`), the call and the names in scope; it returns a number or
-an array. Arrays stay unwritten where they can: see `arrays`.
+An operator gets the player (see `expressions`), the call and the names in scope; it returns a
+number or an array. Arrays stay unwritten where they can: see `arrays`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hipress.compll import ast, check
+from hipress.compll import ast
 from hipress.compll.arrays import (
     FLOAT,
     INT,
@@ -23,14 +23,15 @@ from hipress.compll.arrays import (
     convert,
 )
 from hipress.compll.ir import Expr, Filter, Fold, Require, Sort
+from hipress.compll.scope import Binding, Env, Func, Scalar
 
 if TYPE_CHECKING:
-    from hipress.compll.check import Binding, Env, Func, _Player
+    from hipress.compll.expressions import Expressions
 
-Operator = Callable[["_Player", ast.Call, "Env"], "Binding"]
+Operator = Callable[["Expressions", ast.Call, "Env"], "Binding"]
 
 
-def retyped(player: _Player, value: ArrayValue, elem: ElemType) -> ArrayValue:
+def retyped(player: Expressions, value: ArrayValue, elem: ElemType) -> ArrayValue:
     """The same array with elements of another type."""
     if value.elem == elem:
         return value
@@ -40,7 +41,7 @@ def retyped(player: _Player, value: ArrayValue, elem: ElemType) -> ArrayValue:
     return Computed(value.length, elem, lambda i: convert(g, value.at(i), elem))
 
 
-def _arity(player: _Player, node: ast.Call, least: int, most: int | None = None) -> None:
+def _arity(player: Expressions, node: ast.Call, least: int, most: int | None = None) -> None:
     most = least if most is None else most
     if not least <= len(node.args) <= most:
         takes = str(least) if least == most else f"{least} to {most}"
@@ -49,21 +50,21 @@ def _arity(player: _Player, node: ast.Call, least: int, most: int | None = None)
         player.fail(node, f"{node.name} takes {takes} arguments; {len(node.args)} were given")
 
 
-def _domain(player: _Player, length: Expr) -> Expr:
+def _domain(player: Expressions, length: Expr) -> Expr:
     """The index that runs over an array of this length."""
     if length.op == "blen":
         return player.graph.block("lidx", length.attr)
     return player.graph.idx(length)
 
 
-def _position(player: _Player, length: Expr, ix: Expr) -> Expr:
+def _position(player: Expressions, length: Expr, ix: Expr) -> Expr:
     """The index that `random` draws for: of the whole array, also inside a per scope."""
     if length.op == "blen":
         return player.graph.binary("add", player.graph.block("bstart", length.attr), ix)
     return ix
 
 
-def _not_in_blocks(player: _Player, node: ast.Call, value: ArrayValue) -> None:
+def _not_in_blocks(player: Expressions, node: ast.Call, value: ArrayValue) -> None:
     if value.length.op == "blen":
         player.fail(node, f"{node.name} works on whole arrays; it cannot stand in a per scope")
 
@@ -71,7 +72,7 @@ def _not_in_blocks(player: _Player, node: ast.Call, value: ArrayValue) -> None:
 _BUILTIN = {"abs": 1, "floor": 1, "sqrt": 1, "exp2": 1, "log2": 1, "sign": 1, "min": 2, "max": 2}
 
 
-def _function(player: _Player, node: ast.Expr, env: Env, num_args: int) -> Callable[..., Expr]:
+def _function(player: Expressions, node: ast.Expr, env: Env, num_args: int) -> Callable[..., Expr]:
     """A lambda or a built-in name, as a function from values (and a position) to a value."""
     if isinstance(node, ast.Name) and env.home(node.id) is None and node.id in _BUILTIN:
         if _BUILTIN[node.id] != num_args:
@@ -79,7 +80,7 @@ def _function(player: _Player, node: ast.Expr, env: Env, num_args: int) -> Calla
         name = node.id
         return lambda args, position: _apply_builtin(player, name, args)
     func = player.value(node, env)
-    if not isinstance(func, check.Func):
+    if not isinstance(func, Func):
         player.fail(node, "a lambda is needed here")
     if len(func.code.args) != num_args:
         player.fail(
@@ -89,13 +90,13 @@ def _function(player: _Player, node: ast.Expr, env: Env, num_args: int) -> Calla
     return lambda args, position: player.apply(node, given, args, position).value
 
 
-def _apply_builtin(player: _Player, name: str, args: list[Expr]) -> Expr:
+def _apply_builtin(player: Expressions, name: str, args: list[Expr]) -> Expr:
     if name in ("min", "max"):
         return player.graph.binary(name, *player.same(*args))
     return _elementary(player, name, args[0])
 
 
-def _elementary(player: _Player, name: str, value: Expr) -> Expr:
+def _elementary(player: Expressions, name: str, value: Expr) -> Expr:
     g = player.graph
     if value.type == "bool":
         value = g.to_int(value)
@@ -106,16 +107,16 @@ def _elementary(player: _Player, name: str, value: Expr) -> Expr:
     return g.unary(name, value)
 
 
-def _returns(player: _Player, node: ast.Expr, env: Env, of: ElemType) -> ElemType:
+def _returns(player: Expressions, node: ast.Expr, env: Env, of: ElemType) -> ElemType:
     """The element type that a mapped function gives."""
     if isinstance(node, ast.Name) and env.home(node.id) is None:
         return of
     func = player.value(node, env)
-    assert isinstance(func, check.Func)
+    assert isinstance(func, Func)
     return player.elem(func.code.returns, func.env)
 
 
-def map_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def map_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`map(a, ..., f)`: f of the elements at each index."""
     _arity(player, node, 2, 99)
     arrays = [player.array(a, env) for a in node.args[:-1]]
@@ -146,13 +147,15 @@ def map_(player: _Player, node: ast.Call, env: Env) -> Binding:
     return Computed(first.length, elem, at)
 
 
-def range_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def range_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`range(n)`: 0, 1, ... n - 1."""
     _arity(player, node, 1)
     return Computed(player.size(node.args[0], env), INT, lambda ix: ix)
 
 
-def _folding(player: _Player, node: ast.Call, env: Env, array: ArrayValue) -> tuple[Fold, ElemType]:
+def _folding(
+    player: Expressions, node: ast.Call, env: Env, array: ArrayValue
+) -> tuple[Fold, ElemType]:
     """The reduction that `reduce` and `scan` share: (array, init, f)."""
     g = player.graph
     f = _function(player, node.args[2], env, 2)
@@ -180,22 +183,22 @@ def _folding(player: _Player, node: ast.Call, env: Env, array: ArrayValue) -> tu
     return Fold(kind, body.type, init, body, length, block, *rest), elem  # type: ignore[arg-type]
 
 
-def reduce_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def reduce_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`reduce(a, init, f)`: f must be associative; the order is the backend's."""
     _arity(player, node, 3)
     if player.position is not None:
         player.fail(node, "reduce inside a lambda would run for every element; do it before")
     fold, elem = _folding(player, node, env, player.array(node.args[0], env))
-    return check.Scalar(player.draft.graph.fold(_shared(player, fold)), elem)
+    return Scalar(player.draft.graph.fold(_shared(player, fold)), elem)
 
 
-def _shared(player: _Player, fold: Fold) -> Fold:
+def _shared(player: Expressions, fold: Fold) -> Fold:
     """The equal reduction that was made before, if any: then both are one."""
     key = (fold.kind, fold.type, fold.init, fold.body, fold.length, fold.block, fold.combine)
     return player.draft.folds.setdefault(key, fold)
 
 
-def scan_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def scan_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scan(a, init, f)`: all the partial results of `reduce`, the first including a[0]."""
     _arity(player, node, 3)
     array = player.array(node.args[0], env)
@@ -204,7 +207,7 @@ def scan_(player: _Player, node: ast.Call, env: Env) -> Binding:
     return Stored(player.draft, player.draft.scanned(fold, elem), elem)
 
 
-def filter_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def filter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`filter(a, keep[, capacity])`: elements that pass, in order; surplus is left out."""
     _arity(player, node, 2, 3)
     array = player.array(node.args[0], env)
@@ -222,7 +225,7 @@ def filter_(player: _Player, node: ast.Call, env: Env) -> Binding:
     return Kept(player.draft, found, array.elem, array.at)
 
 
-def sort_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def sort_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sort(a[, key])`: ascending by element or by key; equal ones keep their order."""
     _arity(player, node, 1, 2)
     array = player.array(node.args[0], env)
@@ -242,7 +245,7 @@ def sort_(player: _Player, node: ast.Call, env: Env) -> Binding:
     return Ordered(draft, sort, array.elem)
 
 
-def sample_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def sample_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sample(a, m)`: one element drawn at random from each of m equal stretches of a."""
     _arity(player, node, 2)
     array = player.array(node.args[0], env)
@@ -264,7 +267,7 @@ def sample_(player: _Player, node: ast.Call, env: Env) -> Binding:
     return Computed(m, array.elem, at)
 
 
-def gather_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def gather_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`gather(a, index)`: a[index[0]], a[index[1]], ..."""
     _arity(player, node, 2)
     array, index = player.array(node.args[0], env), player.array(node.args[1], env)
@@ -276,7 +279,7 @@ def gather_(player: _Player, node: ast.Call, env: Env) -> Binding:
     return Computed(index.length, array.elem, lambda ix: array.at(index.at(ix)))
 
 
-def scatter_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def scatter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scatter(index, value, size)`: zeros, with each value added at its index."""
     _arity(player, node, 3)
     index, value = player.array(node.args[0], env), player.array(node.args[1], env)
@@ -293,7 +296,7 @@ def scatter_(player: _Player, node: ast.Call, env: Env) -> Binding:
     return Spread(player.draft, index, value, size, value.elem)
 
 
-def first_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def first_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`first(a, count)`: the first `count` elements; more than there are is an error."""
     _arity(player, node, 2)
     array, count = player.array(node.args[0], env), player.scalar(node.args[1], env)
@@ -313,17 +316,17 @@ def first_(player: _Player, node: ast.Call, env: Env) -> Binding:
     return Computed(count, array.elem, array.at)
 
 
-def blocks_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def blocks_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`blocks(n, size)`: how many blocks of `size` hold n elements."""
     _arity(player, node, 2)
     g = player.graph
     n, size = (player.size(a, env) for a in node.args)
-    return check.Scalar(
+    return Scalar(
         g.binary("idiv", g.binary("add", n, g.binary("sub", size, g.const(1))), size), INT
     )
 
 
-def random_(player: _Player, node: ast.Call, env: Env) -> Binding:
+def random_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`random<T>(a, b)`: uniform in [a, b); its own draw for each element."""
     g = player.graph
     assert node.of is not None
@@ -337,22 +340,22 @@ def random_(player: _Player, node: ast.Call, env: Env) -> Binding:
         a, b = g.to_float(a), g.to_float(b)
         u = g.uniform(position, site)
         if a is g.const(0.0) and b is g.const(1.0):
-            return check.Scalar(u, FLOAT)
-        return check.Scalar(g.binary("add", a, g.binary("mul", u, g.binary("sub", b, a))), FLOAT)
+            return Scalar(u, FLOAT)
+        return Scalar(g.binary("add", a, g.binary("mul", u, g.binary("sub", b, a))), FLOAT)
     a, b = g.to_int(a), g.to_int(b)
     # At most 2**31 - 1 wide: the product with 32 random bits then fits 63.
     width = g.binary("max", g.binary("sub", b, a), g.const(0))
     width = g.binary("min", width, g.const(2**31 - 1))
     draw = g.binary("shr", g.binary("mul", g.bits32(position, site), width), g.const(32))
-    return check.Scalar(g.binary("add", a, draw), INT)
+    return Scalar(g.binary("add", a, draw), INT)
 
 
-def _elementwise(player: _Player, node: ast.Call, env: Env) -> Binding:
+def _elementwise(player: Expressions, node: ast.Call, env: Env) -> Binding:
     _arity(player, node, 1)
     return player.number(_elementary(player, node.name, player.scalar(node.args[0], env)))
 
 
-def _least(player: _Player, node: ast.Call, env: Env) -> Binding:
+def _least(player: Expressions, node: ast.Call, env: Env) -> Binding:
     _arity(player, node, 2, 99)
     values = [player.scalar(a, env) for a in node.args]
     result = values[0]
@@ -361,7 +364,7 @@ def _least(player: _Player, node: ast.Call, env: Env) -> Binding:
     return player.number(result)
 
 
-def _misplaced(player: _Player, node: ast.Call, env: Env) -> Binding:
+def _misplaced(player: Expressions, node: ast.Call, env: Env) -> Binding:
     how = {
         "concat": "write: compressed = concat(...);",
         "extract": "write it as a statement: extract(compressed, ...);",

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hipress.compll.cpu.spell import DTYPES, PACKED, RANDOM, loaded, rep, spell, wide
-from hipress.compll.ir import STORAGE_BITS, Array, Expr, Fold, Graph, Kernel, walk
+from hipress.compll.graph import Graph
+from hipress.compll.ir import STORAGE_BITS, Array, Expr, Fold, Kernel, walk
 from hipress.compll.render import Lines, host_values, print_values
 
 Known = dict[Expr, str]

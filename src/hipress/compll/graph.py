@@ -1,0 +1,295 @@
+"""Makes values: equal ones once, simple identities applied, ranges of ints known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hipress.compll.ir import MAX_NUMEL, OPS, STORAGE_BITS, Array, Expr, Filter, Fold, Sort, Type
+
+_INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
+
+_RUN_TIME = frozenset({"load", "load_clamped", "uniform", "bits32", "fold", "count", "pick"})
+
+
+@dataclass(eq=False)
+class Graph:
+    """Makes values; equal ones are made once. Knows the simple identities."""
+
+    _interned: dict[tuple[Any, ...], Expr] = field(default_factory=dict)
+
+    def make(
+        self,
+        op: str,
+        *args: Expr,
+        type: Type,
+        attr: Any = None,
+        bounds: tuple[int, int] | None = None,
+        variance: int | None = None,
+        host: bool | None = None,
+    ) -> Expr:
+        """The value `op(args)`; `bounds` is the range of an int."""
+        assert op in OPS, op
+        # 0.0 == -0.0 and 1 == True in Python: the repr keeps them apart.
+        key = (op, args, type, repr(attr) if op == "const" else attr)
+        found = self._interned.get(key)
+        if found is None:
+            if op in _RUN_TIME:
+                host = False
+            if variance is None:
+                variance = max((a.variance for a in args), default=0)
+            if host is None:
+                host = bool(args) and all(a.host for a in args)
+            lo, hi = (0, 1) if type == "bool" else bounds or (_INT_MIN, _INT_MAX)
+            lo, hi = max(lo, _INT_MIN), min(hi, _INT_MAX)
+            found = Expr(op, args, type, attr, lo, hi, variance, host)
+            self._interned[key] = found
+        return found
+
+    # Leaves.
+
+    def const(self, value: int | float | bool) -> Expr:
+        if isinstance(value, bool):
+            return self.make("const", type="bool", attr=value, host=True)
+        if isinstance(value, int):
+            bounds = (value, value)
+            return self.make("const", type="int", attr=value, bounds=bounds, host=True)
+        return self.make("const", type="float", attr=value, host=True)
+
+    def param(self, name: str) -> Expr:
+        return self.make("param", type="float", attr=name, host=True)
+
+    @property
+    def n(self) -> Expr:
+        return self.make("n", type="int", bounds=(0, MAX_NUMEL), host=True)
+
+    def idx(self, length: Expr) -> Expr:
+        bounds = (0, max(0, min(length.hi, MAX_NUMEL)))
+        return self.make("idx", type="int", attr=length, bounds=bounds, variance=2)
+
+    def block(self, op: str, size: int) -> Expr:
+        """`lidx`, `bnum`, `bstart` or `blen` of blocks of `size`."""
+        hi = {"lidx": size - 1, "blen": size}.get(op, MAX_NUMEL)
+        variance = 2 if op == "lidx" else 1
+        return self.make(op, type="int", attr=size, bounds=(0, hi), variance=variance)
+
+    def load(self, array: Array, index: Expr) -> Expr:
+        aligned = index.op == "idx" and index.attr is array.length
+        safe = aligned or index.op == "bnum" or (index.op == "const" and array.length.op == "const")
+        bounds = None
+        if array.type == "int" and array.storage != "i64":
+            bounds = (0, 2 ** STORAGE_BITS[array.storage] - 1)
+        op = "load" if safe else "load_clamped"
+        return self.make(op, index, type=array.type, attr=array, bounds=bounds)
+
+    def uniform(self, index: Expr, site: int) -> Expr:
+        return self.make("uniform", index, type="float", attr=site)
+
+    def bits32(self, index: Expr, site: int) -> Expr:
+        return self.make("bits32", index, type="int", attr=site, bounds=(0, 2**32 - 1))
+
+    def fold(self, fold: Fold) -> Expr:
+        variance = 0 if fold.block is None else 1
+        return self.make("fold", type=fold.type, attr=fold, variance=variance)
+
+    def count(self, found: Filter) -> Expr:
+        return self.make("count", type="int", attr=found, bounds=(0, MAX_NUMEL))
+
+    def taken(self, found: Filter) -> Expr:
+        return self.make("taken", type="bool", attr=found, variance=2)
+
+    def pick(self, sort: Sort, rank: Expr) -> Expr:
+        return self.make("pick", rank, type=sort.values.type, attr=sort)
+
+    # Arithmetic.
+
+    def unary(self, op: str, a: Expr) -> Expr:
+        """`neg`, `abs`, `floor`, ... and the casts; the type follows from `a`."""
+        if a.op == "const" and op in _FOLD1:
+            return self.const(_FOLD1[op](a.attr))
+        if op in ("floor", "round_f16", "round_bf16") and a.op in (op, "floor"):
+            if a.op == op:
+                return a
+        if op == "not":
+            return self.make("not", a, type="bool")
+        if op == "finite":
+            return self.make("finite", a, type="bool")
+        if op == "neg" and a.type == "int":
+            return self.make("neg", a, type="int", bounds=(-a.hi, -a.lo))
+        if op == "abs" and a.type == "int":
+            hi = max(abs(a.lo), abs(a.hi))
+            return self.make("abs", a, type="int", bounds=(0, hi))
+        if op == "sign" and a.type == "int":
+            return self.make("sign", a, type="int", bounds=(-1, 1))
+        return self.make(op, a, type=a.type)
+
+    def binary(self, op: str, a: Expr, b: Expr) -> Expr:
+        """Arithmetic on two values of one type."""
+        assert a.type == b.type, (op, a, b)
+        if a.op == "const" and b.op == "const":
+            folded = _fold2(op, a.attr, b.attr)
+            if folded is not None:
+                return self.const(folded)
+        if op == "sub" and b.op == "const" and repr(b.attr) == "0.0":
+            return a  # exact for every float, -0.0 among them
+        if op == "add" and {a.op, b.op} == {"bstart", "lidx"}:
+            return self.idx(self.n)
+        if op in ("lt", "le", "eq", "ne"):
+            return self.make(op, a, b, type="bool")
+        return self.make(op, a, b, type=a.type, bounds=_bounds(op, a, b))
+
+    def select(self, cond: Expr, yes: Expr, no: Expr) -> Expr:
+        assert yes.type == no.type
+        if cond.op == "const":
+            return yes if cond.attr else no
+        if yes is no:
+            return yes
+        if yes.op == "const" and no.op == "const" and yes.type == "bool":
+            return cond if yes.attr else self.unary("not", cond)
+        # a > b ? a : b is a maximum (of a NaN, whichever comes out: the frame is flagged).
+        if cond.op in ("lt", "le") and {yes, no} == set(cond.args) and yes.type == "float":
+            return self.binary("max" if yes is cond.args[1] else "min", *cond.args)
+        bounds = (min(yes.lo, no.lo), max(yes.hi, no.hi))
+        return self.make("select", cond, yes, no, type=yes.type, bounds=bounds)
+
+    def to_float(self, a: Expr) -> Expr:
+        if a.type == "float":
+            return a
+        if a.op == "const":
+            return self.const(float(a.attr))
+        return self.make("float", a, type="float")
+
+    def to_int(self, a: Expr) -> Expr:
+        if a.type == "int":
+            return a
+        if a.op == "const":
+            finite = a.type == "bool" or abs(a.attr) < 2.0**62
+            return self.const(int(a.attr) if finite else 0)
+        bounds = (0, 1) if a.type == "bool" else None
+        return self.make("int", a, type="int", bounds=bounds)
+
+    def to_bool(self, a: Expr) -> Expr:
+        if a.type == "bool":
+            return a
+        if a.op == "int" and a.args[0].type == "bool":
+            return a.args[0]
+        zero = self.const(0.0) if a.type == "float" else self.const(0)
+        return self.binary("ne", a, zero)
+
+    def to_uint(self, a: Expr, bits: int) -> Expr:
+        top = 2**bits - 1
+        if a.type == "bool":
+            return self.to_int(a)
+        if a.op == "const" and abs(a.attr) < 2.0**62:
+            return self.const(min(max(int(a.attr), 0), top))
+        if a.type == "int" and a.lo >= 0 and a.hi <= top:
+            return a
+        if a.type == "float" and a.op == "float" and a.args[0].type == "int":
+            return self.to_uint(a.args[0], bits)
+        if a.op == "floor" and a.type == "float":
+            return self.to_uint(a.args[0], bits)  # saturation at 0 makes truncation a floor
+        return self.make("uint", a, type="int", attr=bits, bounds=(0, top))
+
+    def substitute(self, root: Expr, known: dict[Expr, Expr]) -> Expr:
+        """`root` with some values replaced, simplified again."""
+        done = dict(known)
+
+        def visit(e: Expr) -> Expr:
+            if e not in done:
+                args = tuple(visit(a) for a in e.args)
+                done[e] = e if args == e.args else self._remake(e, args)
+            return done[e]
+
+        return visit(root)
+
+    def _remake(self, e: Expr, args: tuple[Expr, ...]) -> Expr:
+        if e.op == "select":
+            return self.select(*args)
+        if e.op == "uint":
+            return self.to_uint(args[0], e.attr)
+        if e.op == "float":
+            return self.to_float(args[0])
+        if e.op == "int":
+            return self.to_int(args[0])
+        if e.op in ("load", "load_clamped"):
+            return self.load(e.attr, args[0])
+        if e.op in ("land", "lor"):
+            return self.logic(e.op, *args)
+        if len(args) == 2:
+            return self.binary(e.op, *args)
+        if len(args) == 1 and e.op not in ("uniform", "bits32", "pick"):
+            return self.unary(e.op, args[0])
+        return self.make(e.op, *args, type=e.type, attr=e.attr, bounds=(e.lo, e.hi))
+
+    def logic(self, op: str, a: Expr, b: Expr) -> Expr:
+        """`land` or `lor` of two bools."""
+        for x, y in ((a, b), (b, a)):
+            if x.op == "const":
+                return y if x.attr == (op == "land") else x
+        return self.make(op, a, b, type="bool")
+
+
+_FOLD1: dict[str, Callable[[Any], Any]] = {
+    "neg": lambda a: -a,
+    "abs": abs,
+    "not": lambda a: not a,
+    "inv": lambda a: ~a,
+}
+
+
+def _fold2(op: str, a: Any, b: Any) -> int | float | bool | None:
+    if op == "shl":
+        return int(a) << int(b) if 0 <= b < 62 and abs(a) < 2**32 else None
+    if op == "shr":
+        return int(a) >> int(b) if 0 <= b < 63 else None
+    table: dict[str, Callable[[], Any]] = {
+        "add": lambda: a + b,
+        "sub": lambda: a - b,
+        "mul": lambda: a * b,
+        "min": lambda: min(a, b),
+        "max": lambda: max(a, b),
+        "lt": lambda: a < b,
+        "le": lambda: a <= b,
+        "eq": lambda: a == b,
+        "ne": lambda: a != b,
+        "and": lambda: a & b,
+        "or": lambda: a | b,
+        "xor": lambda: a ^ b,
+    }
+    if isinstance(a, float) and op not in ("lt", "le", "eq", "ne", "min", "max"):
+        return None  # a backend rounds to binary32; Python would not
+    if op not in table:
+        return None
+    value = table[op]()
+    return value if isinstance(value, bool | float) or _INT_MIN <= value <= _INT_MAX else None
+
+
+def _bounds(op: str, a: Expr, b: Expr) -> tuple[int, int] | None:
+    if a.type != "int":
+        return None
+    if op in ("add", "sub", "mul", "min", "max"):
+        f: dict[str, Callable[[int, int], int]] = {
+            "add": lambda x, y: x + y,
+            "sub": lambda x, y: x - y,
+            "mul": lambda x, y: x * y,
+            "min": min,
+            "max": max,
+        }
+        ends = [f[op](x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
+        if min(ends) < _INT_MIN or max(ends) > _INT_MAX:
+            return None  # may wrap: any value
+        return min(ends), max(ends)
+    if op == "and" and a.lo >= 0 and b.lo >= 0:
+        return 0, min(a.hi, b.hi)
+    if op in ("or", "xor") and a.lo >= 0 and b.lo >= 0:
+        return 0, 2 ** max(a.hi.bit_length(), b.hi.bit_length()) - 1
+    if op == "imod" and b.lo > 0:
+        return (0 if a.lo >= 0 else -b.hi + 1), b.hi - 1
+    if op == "idiv" and a.lo >= 0 and b.lo > 0:
+        return 0, a.hi // b.lo
+    if op == "shr" and a.lo >= 0:
+        return 0, a.hi
+    if op == "shl" and a.lo >= 0 and 0 <= b.lo and b.hi < 31 and a.hi < 2**31:
+        return 0, a.hi << b.hi
+    return None
