@@ -16,7 +16,7 @@ from torch import Tensor
 
 import hipress
 from hipress.codecs.expression import Call, parse
-from hipress.report import eager
+from hipress.report import eager, eager_tuned
 from hipress.report.timing import Timing, measure
 
 if TYPE_CHECKING:
@@ -68,9 +68,8 @@ def speed_row(
     codec = hipress.codec(expression)
     with num_threads(threads):
         candidates = _codec_calls(codec, x)
-        form = eager.build(expression, x.numel()) if with_eager else None
-        if form is not None:
-            candidates |= _eager_calls(form, x)
+        if with_eager:
+            candidates |= _eager_calls(expression, x) | _tuned_calls(expression, x)
         times = measure(candidates, repeats=repeats, on_round=on_round)
     size_bytes = x.numel() * x.element_size()
     wire_bytes = codec.wire_bytes(x.numel())
@@ -82,12 +81,14 @@ def speed_row(
         "wire_bytes": wire_bytes,
         "ratio": size_bytes / wire_bytes,
     }
-    for name in ("memcpy", *_VERBS, *(f"eager_{verb}" for verb in _VERBS)):
+    peers = [f"{form}_{verb}" for form in ("eager", "tuned") for verb in _VERBS]
+    for name in ("memcpy", *_VERBS, *peers):
         row |= _time_fields(name, times.get(name))
     for verb in _VERBS:
         row[f"{verb}_x_memcpy"] = times["memcpy"].p50_s / times[verb].p50_s
-        peer = times.get(f"eager_{verb}")
-        row[f"{verb}_x_eager"] = None if peer is None else peer.p50_s / times[verb].p50_s
+        for form in ("eager", "tuned"):
+            peer = times.get(f"{form}_{verb}")
+            row[f"{verb}_x_{form}"] = None if peer is None else peer.p50_s / times[verb].p50_s
     return row
 
 
@@ -171,14 +172,31 @@ def _codec_calls(codec: Codec, x: Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def _eager_calls(form: eager.EagerCodec, x: Tensor) -> dict[str, Callable[[], object]]:
+def _eager_calls(expression: str, x: Tensor) -> dict[str, Callable[[], object]]:
+    """The plain eager form: every call makes its results anew, as eager torch does."""
+    form = eager.build(expression)
+    if form is None:
+        return {}
+    parts, total, n = form.encode(x), torch.zeros_like(x), x.numel()
+    return {
+        "eager_encode": lambda: form.encode(x),
+        "eager_decode": lambda: form.decode(parts, n),
+        "eager_decode_add": lambda: total.add_(form.decode(parts, n)),
+    }
+
+
+def _tuned_calls(expression: str, x: Tensor) -> dict[str, Callable[[], object]]:
+    """The tuned form, which writes into buffers made beforehand."""
+    form = eager_tuned.build(expression, x.numel())
+    if form is None:
+        return {}
     # Clones: encode reuses its own buffers, and decode should not depend on the shuffled order.
     parts = tuple(part.clone() for part in form.encode(x))
     out, total = torch.zeros_like(x), torch.zeros_like(x)
     return {
-        "eager_encode": lambda: form.encode(x),
-        "eager_decode": lambda: form.decode(parts, out),
-        "eager_decode_add": lambda: form.decode_add(parts, total, 1.0),
+        "tuned_encode": lambda: form.encode(x),
+        "tuned_decode": lambda: form.decode(parts, out),
+        "tuned_decode_add": lambda: form.decode_add(parts, total, 1.0),
     }
 
 

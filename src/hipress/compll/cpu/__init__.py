@@ -32,9 +32,9 @@ _HEAD = '''\
 """CPU kernels of {title}, made by HiPress CompLL: edit the program, not this file."""
 
 import math
-
+{platform}
 import numpy as np
-from numba import njit
+{more}from numba import njit
 
 f32, f64, i32, i64 = np.float32, np.float64, np.int32, np.int64
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -44,14 +44,50 @@ _JIT = {{"nogil": True, "cache": True, "error_model": "numpy"}}
 '''
 
 
+_PLATFORM = "import platform\n"
+_MORE = """from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
+"""
+
+# numba knows no float16, LLVM does: one instruction where the CPU has it (4.9 ms for 25M floats,
+# against 12 ms by bits), and a call into a library that is not there where it has not.
+_HALF = """\
+if binding.get_host_cpu_features().get("f16c") or platform.machine() == "aarch64":
+
+    @intrinsic
+    def _to_f16(typing, x):
+        def narrow(context, builder, signature, args):
+            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+        return types.uint16(types.float32), narrow
+
+    @intrinsic
+    def _from_f16(typing, h):
+        def widen(context, builder, signature, args):
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+        return types.float32(types.uint16), widen
+else:
+    _to_f16, _from_f16 = _to_f16_bits, _from_f16_bits
+
+
+"""
+
+
 def render(kernels: Iterable[Kernel], *, title: str) -> str:
     """The source of a module with one entry point per kernel."""
     kernels = list(kernels)
     text = "\n\n".join(_kernel(k) for k in kernels)
+    half = "_f16(" in text
+    helpers = text + ("_to_f16_bits() _from_f16_bits()" if half else "")
     return "".join(
         [
-            _HEAD.format(title=title),
-            copied(text, prelude, "@njit(**_JIT)\n"),
+            _HEAD.format(
+                title=title, platform=_PLATFORM if half else "", more=_MORE if half else ""
+            ),
+            copied(helpers, prelude, "@njit(**_JIT)\n"),
+            _HALF if half else "",
             HOST_PRELUDE,
             "\n\n",
             body_bytes_source(kernels[0]),

@@ -89,7 +89,7 @@ def _unkey(k: Any) -> Any:
     return i32(k ^ ((k >> i32(31)) & i32(0x7FFFFFFF))).view(f32)
 
 
-def _to_f16(x: Any) -> Any:
+def _to_f16_bits(x: Any) -> Any:
     """Bits of the nearest float16 (ties to even)."""
     b = f32(x).view(u32)
     a = u32(b & u32(0x7FFFFFFF))
@@ -103,7 +103,7 @@ def _to_f16(x: Any) -> Any:
     return u16(h | u32((b >> u32(16)) & u32(0x8000)))
 
 
-def _from_f16(h: Any) -> Any:
+def _from_f16_bits(h: Any) -> Any:
     a = u32(u32(h) & u32(0x7FFF))
     e = u32(a & u32(0x7C00))
     shifted = u32(a << u32(13))
