@@ -227,6 +227,23 @@ def read_program(path: str | Path) -> Program:
     return make_program((sources["Encode"], encode), (sources["Decode"], decode))
 
 
+def read_source(path: str | Path) -> ast.Source:
+    """The tree of a program file; its meaning is not checked yet."""
+    return _read(Path(path))
+
+
+def lone_function(path: str | Path) -> tuple[ast.Source, ast.Function] | None:
+    """The function of a file that holds one, where the other is neither in it nor beside it."""
+    path = Path(path)
+    source = _read(path)
+    encode, decode = _functions(source)
+    have, want = ("Encode", "Decode") if encode is not None else ("Decode", "Encode")
+    found = encode or decode
+    if found is None or (encode and decode) or _beside(path, have, want):
+        return None
+    return source, found
+
+
 def parse_program(text: str, *, file: str = "<program>") -> Program:
     """A program from text that holds both functions."""
     source = parse(text, file=file)
@@ -290,11 +307,17 @@ def _functions(source: ast.Source) -> tuple[ast.Function | None, ast.Function | 
 
 
 def _sibling(path: Path, have: str, want: str) -> ast.Source:
-    name = path.name.replace(have, want)
-    beside = path.with_name(name)
-    if name == path.name or not beside.exists():
+    beside = _beside(path, have, want)
+    if beside is None:
+        name = path.name.replace(have, want)
         raise UsageError(
             f"{path} holds only {have}; put {want} into the same file or into "
-            f"{beside.name if name != path.name else 'X' + want + '.pse'} beside it."
+            f"{name if name != path.name else 'X' + want + '.pse'} beside it."
         )
     return _read(beside)
+
+
+def _beside(path: Path, have: str, want: str) -> Path | None:
+    """The file that holds the other half of a program, if there is one."""
+    beside = path.with_name(path.name.replace(have, want))
+    return beside if beside.name != path.name and beside.exists() else None

@@ -73,8 +73,8 @@ def encode_kernel(
     extra: list[Array] = []
     value: ArrayValue = Stored(draft, x, FLOAT)
     if variant.momentum:
-        value = _momentum(draft, value, variant.nesterov, extra)
-    residual = Array("residual", "f32", g.n, "residual")
+        value = _momentum(draft, value, variant.nesterov, _label("momentum", roles), extra)
+    residual = Array("residual", "f32", g.n, _label("residual", roles))
     if variant.feedback:
         inner = value
         value = Computed(g.n, FLOAT, lambda i: g.binary("add", inner.at(i), g.load(residual, i)))
@@ -139,7 +139,8 @@ def decode_kernel(
     sections = tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
     passes = schedule(draft, None, [out] if add else [])
     validate(passes, {out, *(s.array for s in sections)})
-    requires = tuple(r for r in draft.requires if r.cond.op != "const" or not r.cond.attr)
+    demands = {r.cond: r for r in draft.requires}  # one check for equal conditions
+    requires = tuple(r for r in demands.values() if r.cond.op != "const" or not r.cond.attr)
     return Kernel(
         name="decode_add" if add else "decode",
         passes=passes,
@@ -155,9 +156,16 @@ def decode_kernel(
     )
 
 
-def _momentum(draft: Draft, value: ArrayValue, nesterov: bool, extra: list[Array]) -> ArrayValue:
+def _label(name: str, roles: Signature) -> str:
+    """The name of a state of ours; a program may have one that is called the same."""
+    return f"added_{name}" if name in {a.name for a in roles.states} else name
+
+
+def _momentum(
+    draft: Draft, value: ArrayValue, nesterov: bool, label: str, extra: list[Array]
+) -> ArrayValue:
     g = draft.graph
-    momentum = Array("momentum", "f32", g.n, "momentum")
+    momentum = Array("momentum", "f32", g.n, label)
     extra.append(momentum)
     mu = g.param(MU)
 

@@ -1,0 +1,319 @@
+"""`hipress compll`: compile, show and check a compression program."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from hipress.errors import HipressError, ProgramError, UsageError
+
+if TYPE_CHECKING:
+    from hipress.compll.ast import Source
+    from hipress.compll.build import Bound, Program
+    from hipress.compll.derive import Variant
+    from hipress.compll.ir import Kernel
+    from hipress.compll.scope import Param
+
+app = typer.Typer(no_args_is_help=True)
+
+WIDTHS = (1, 2, 4, 8)
+"""What `check` tries for an integer parameter that has no value."""
+WIDTH = 2
+"""What `show` and `build` use for it."""
+SHARE = 0.5
+"""What stands for a float parameter that has no value, where the size of a frame depends on it."""
+NUMEL = 1_000_000
+"""Elements of the gradient that `check` tells the size of a frame for."""
+
+_File = Annotated[
+    str, typer.Argument(metavar="FILE", help="A .pse program, or the name of a built-in codec.")
+]
+_Params = Annotated[
+    list[str] | None,
+    typer.Option("--param", metavar="NAME=VALUE", help="Set a parameter; may be given often."),
+]
+_Ef = Annotated[bool, typer.Option("--ef", help="Fuse error feedback into encode.")]
+_Momentum = Annotated[
+    float | None, typer.Option(metavar="MU", help="Fuse momentum into encode, e.g. 0.9.")
+]
+
+
+@app.callback(epilog="Example: hipress compll check my.pse")
+def compll() -> None:
+    """Compile, show and check a compression program."""
+
+
+@app.command(epilog="Example: hipress compll build TernGradEncode.pse -o ops --param bitwidth=4")
+def build(
+    file: _File,
+    body: Annotated[bool, typer.Option("-b", help="Write the body: rendered kernels.")] = False,
+    wrapper: Annotated[
+        bool, typer.Option("-w", help="Write the wrapper: functions on tensors.")
+    ] = False,
+    registration: Annotated[
+        bool, typer.Option("-r", help="Write the registration: operators for torch.compile.")
+    ] = False,
+    framework: Annotated[str, typer.Option("-f", help="The framework: torch.")] = "torch",
+    output: Annotated[Path, typer.Option("-o", help="Folder to write the package into.")] = Path(),
+    param: _Params = None,
+    ef: _Ef = False,
+    momentum: _Momentum = None,
+) -> None:
+    """Write a program as an importable package: body, wrapper and registration.
+
+    Without -b, -w and -r all three are written. Import the package, and
+    torch.ops.hipress has the operators; nothing is rebuilt. Integer
+    parameters are fixed by the build, float ones become arguments.
+    """
+    from hipress.compll.emit import PARTS, Package
+
+    asked = dict(zip(PARTS, (body, wrapper, registration), strict=True))
+    parts = [part for part, wanted in asked.items() if wanted] or list(PARTS)
+    given = _values(param)
+    program = _program(file)
+    package = Package(
+        bound=program.bind(_filled(program, given)),
+        framework=framework,
+        variant=_variant(ef, momentum),
+        mu=0.9 if momentum is None else momentum,
+        required=tuple(p.name for p in _unset(program, given) if p.runtime),
+    )
+    _kernels(package.bound, package.variant)
+    written = package.write(output, parts)
+    for path in written.files:
+        print(f"wrote {path}")
+    for note in written.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if "registration" in parts:
+        print(f"import {package.name}, with {output} on the path: encode, decode, decode_add")
+
+
+@app.command(epilog="Example: hipress compll show onebit --stage passes --ef")
+def show(
+    file: _File,
+    stage: Annotated[
+        Literal["ast", "passes", "reference", "cpu"],
+        typer.Option(help="The tree, the list of passes, or what a backend makes of them."),
+    ] = "passes",
+    param: _Params = None,
+    ef: _Ef = False,
+    momentum: _Momentum = None,
+    dtype: Annotated[
+        Literal["f32", "f16", "bf16"], typer.Option(help="Storage of the gradient.")
+    ] = "f32",
+) -> None:
+    """Print a program at one stage of its way to kernels."""
+    from hipress.compll.show import show_ast, show_passes
+
+    if stage == "ast":
+        print(show_ast(_source(file)), end="")
+        return
+    program = _program(file)
+    bound = program.bind(_filled(program, _values(param)))
+    variant = _variant(ef, momentum)
+    kernels = _kernels(bound, variant, dtype)
+    if stage == "passes":
+        print(f"{bound.title(dtype, variant)}\n")
+        print(show_passes(kernels), end="")
+    else:
+        print(bound.source(stage, dtype=dtype, variant=variant), end="")
+
+
+@app.command(epilog="Example: hipress compll check my.pse --param bitwidth=4")
+def check(file: _File, param: _Params = None) -> None:
+    """Check a program, and say what it takes, what it moves and what it sends.
+
+    An integer parameter without a value is tried with 1, 2, 4 and 8.
+    """
+    program = _program(file)
+    checked = _checked(program, _values(param))
+    names = " and ".join(_functions(program))
+    print(f"{file}: ok ({names}{checked.tried})")
+    for label, text in _report(checked.bound):
+        print(f"  {label:12} {text}")
+
+
+# Programs and their parameters.
+
+
+def _program(file: str) -> Program:
+    """The program in a file, whole or one function of it, or that of a built-in codec."""
+    from hipress.compll.build import parse_program
+    from hipress.compll.lone import read_any
+
+    if _is_file(file):
+        return read_any(file)
+    return parse_program(_built_in(file), file=f"{file}.pse")
+
+
+def _source(file: str) -> Source:
+    """The tree of a file, or of a built-in codec's program."""
+    from hipress.compll.build import read_source
+    from hipress.compll.parse import parse
+
+    return read_source(file) if _is_file(file) else parse(_built_in(file), file=f"{file}.pse")
+
+
+def _is_file(file: str) -> bool:
+    """Whether the user means a file: it is there, or its name looks like one."""
+    return Path(file).is_file() or not re.fullmatch(r"\w+", file)
+
+
+def _built_in(name: str) -> str:
+    from hipress import codecs
+
+    if name not in codecs.names():
+        raise UsageError(
+            f"no program {name!r}; give the path of a .pse file or the name of a built-in codec: "
+            f"{', '.join(codecs.names())}."
+        )
+    return codecs.describe(name).program
+
+
+def _functions(program: Program) -> list[str]:
+    pair = (program.pair.encode, program.pair.decode)
+    return list(dict.fromkeys(function.name for _, function in pair))
+
+
+def _values(items: Sequence[str] | None) -> dict[str, int | float]:
+    """Parameters from the command line.
+
+    >>> _values(["bitwidth=4", "tau=1e-3", "exact=true"])
+    {'bitwidth': 4, 'tau': 0.001, 'exact': 1}
+    """
+    values: dict[str, int | float] = {}
+    for item in items or ():
+        name, equals, text = (piece.strip() for piece in item.partition("="))
+        value = _number(text)
+        if not name or not equals or value is None:
+            raise UsageError(
+                f"--param {item!r} is not NAME=VALUE with a number; write e.g. bitwidth=4."
+            )
+        if name in values:
+            raise UsageError(f"--param {name} is given twice; give it once.")
+        values[name] = value
+    return values
+
+
+def _number(text: str) -> int | float | None:
+    words = {"true": 1, "false": 0}
+    if text.lower() in words:
+        return words[text.lower()]
+    if re.fullmatch(r"[+-]?[0-9]{1,19}", text):
+        return int(text)
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", text):
+        return float(text)
+    return None
+
+
+def _unset(program: Program, given: dict[str, int | float]) -> list[Param]:
+    """Parameters that have no value."""
+    return [p for p in program.params if p.default is None and p.name not in given]
+
+
+def _filled(program: Program, given: dict[str, int | float]) -> dict[str, int | float]:
+    """The values given, and a stand-in for each that is missing; it is told on stderr."""
+    values = dict(given)
+    for p in _unset(program, given):
+        values[p.name] = SHARE if p.runtime else WIDTH
+        if not p.runtime:  # kernels are the same for every float
+            print(
+                f"note: {p.name} has no default; using {WIDTH} (set it with --param {p.name}=...)",
+                file=sys.stderr,
+            )
+    return values
+
+
+def _variant(ef: bool, momentum: float | None) -> Variant:
+    from hipress.compll.derive import Variant
+
+    if momentum is not None and not 0 <= momentum < 1:
+        raise UsageError(f"--momentum {momentum} must be at least 0 and below 1, e.g. 0.9.")
+    return Variant(feedback=ef, momentum=momentum is not None)
+
+
+def _kernels(bound: Bound, variant: Variant, dtype: str = "f32") -> tuple[Kernel, ...]:
+    from hipress.compll.passes import NotFusable
+
+    try:
+        return bound.kernels(dtype=dtype, variant=variant)
+    except NotFusable:
+        raise UsageError(
+            f"error feedback or momentum cannot be fused into the passes of {bound.program.name}; "
+            "build it without them: hipress.codec('ef(...)') puts them around its kernels."
+        ) from None
+
+
+# What `check` finds.
+
+
+@dataclass(frozen=True)
+class _Checked:
+    bound: Bound
+    tried: str
+    """The values that were tried, for the first line."""
+
+
+def _checked(program: Program, given: dict[str, int | float]) -> _Checked:
+    """Makes every kernel of a program, once for each width where one is missing."""
+    unset = _unset(program, given)
+    floats = {p.name: SHARE for p in unset if p.runtime}
+    widths = [p.name for p in unset if not p.runtime]
+    if not widths:
+        bound = program.bind({**given, **floats})
+        _try(bound)
+        return _Checked(bound, "")
+    good: dict[int, Bound] = {}
+    errors: dict[int, HipressError] = {}
+    for width in WIDTHS:
+        try:
+            bound = program.bind({**given, **floats, **dict.fromkeys(widths, width)})
+            _try(bound)
+            good[width] = bound
+        except (ProgramError, UsageError) as error:
+            errors[width] = error
+    if not good:
+        raise errors[WIDTH]
+    tried = f"; {', '.join(widths)} = {', '.join(map(str, good))}"
+    return _Checked(good.get(WIDTH) or next(iter(good.values())), tried)
+
+
+def _try(bound: Bound) -> None:
+    from hipress.compll.lone import LoneBound
+
+    if isinstance(bound, LoneBound):
+        bound.play()
+    else:
+        bound.kernels()
+
+
+def _report(bound: Bound) -> list[tuple[str, str]]:
+    """Labels and texts: parameters, what each kernel moves, the size of a frame."""
+    from hipress.codecs.frame import frame_bytes
+    from hipress.compll.cost import cost
+    from hipress.compll.derive import Variant
+    from hipress.compll.lone import LoneBound
+    from hipress.compll.passes import NotFusable
+
+    values = dict(bound.values)
+    params = [f"{p.elem} {p.name} = {values[p.name]}" for p in bound.program.params]
+    rows = [("parameters", ", ".join(params) or "none")]
+    lone = bound.program if isinstance(bound, LoneBound) else None
+    if lone is not None and lone.missing.endswith("Encode"):
+        return [*rows, ("kernels", f"none without {lone.missing}")]
+    rows += [(kernel.name, str(cost(kernel))) for kernel in bound.kernels()]
+    if lone is None:
+        try:
+            fed_back = str(cost(bound.kernels(variant=Variant(feedback=True))[0]))
+        except NotFusable:
+            fed_back = "cannot be fused: goes around the kernels"
+        rows.insert(2, ("encode, ef", fed_back))
+    num_bytes = frame_bytes([bound.body_bytes()(NUMEL)])
+    ratio = f"{4 * NUMEL / num_bytes:.1f} times smaller than float32"
+    return [*rows, ("wire", f"{num_bytes:,} bytes for {NUMEL:,} elements, {ratio}")]
