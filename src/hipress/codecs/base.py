@@ -10,6 +10,16 @@ State = dict[str, torch.Tensor]
 """A codec's memory by name: "residual", "momentum", "step", ...; empty if it has none."""
 
 
+def lr_ratio(state: State | None) -> float:
+    """The factor on the residual: last step's learning rate over this one's, 1 unless given.
+
+    dist-EF-SGDM (Zheng et al., NeurIPS 2019) needs it where the rate changes; set
+    `state["lr_ratio"] = torch.tensor(lr_before / lr_now)` before `encode`.
+    """
+    given = None if state is None else state.get("lr_ratio")
+    return 1.0 if given is None else float(given)
+
+
 class Codec(ABC):
     """Turns a gradient into a frame of fixed size, and back.
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hipress import settings
 from hipress.codecs import frame, tensors
-from hipress.codecs.base import Codec, State
+from hipress.codecs.base import Codec, State, lr_ratio
 from hipress.compll.build import Bound, Loaded
-from hipress.compll.derive import ALPHA, MU, PLAIN, Variant
+from hipress.compll.derive import ALPHA, MU, PLAIN, RHO, Variant
 from hipress.compll.ir import MAX_NUMEL
 from hipress.compll.threads import runner
 from hipress.errors import FrameError, UsageError
@@ -50,7 +51,6 @@ class ProgramCodec(Codec):
         # Made now, not at first use: a wrong program, or a wrapper that cannot be fused, shows.
         self._kernel = bound.kernels(variant=variant)[0]
         self._body_bytes = bound.body_bytes()
-        self._extra = {MU: mu, ALPHA: 1.0}
 
     @property
     def name(self) -> str:
@@ -100,16 +100,7 @@ class ProgramCodec(Codec):
         body = data[HEAD_BYTES:]
         if numel == 0:
             body[:] = 0
-        elif loaded.module.encode(
-            numel,
-            self.bound.floats(loaded.encode, self._extra),
-            rng,
-            body,
-            tensors.flat(x.contiguous()),
-            states,
-            tensors.scratch,
-            runner(settings.num_threads()),
-        ):
+        elif self._run_encode(loaded, x, body, states, rng, lr_ratio(state)):
             frame.set_flag(data, frame.FLAG_NONFINITE)
         if state is not None and "step" in state:
             state["step"] += 1
@@ -162,6 +153,27 @@ class ProgramCodec(Codec):
 
     # Inside.
 
+    def _run_encode(
+        self,
+        loaded: Loaded,
+        x: torch.Tensor,
+        body: NDArray[np.uint8],
+        states: list[Any],
+        rng: tuple[int, int, int],
+        rho: float,
+    ) -> bool:
+        """Whether the gradient held a NaN or an infinity."""
+        params = self.bound.floats(loaded.encode, {MU: self.mu, RHO: rho})
+        elements, pool = tensors.flat(x.contiguous()), runner(settings.num_threads())
+        try:
+            return bool(
+                loaded.module.encode(
+                    x.numel(), params, rng, body, elements, states, tensors.scratch, pool
+                )
+            )
+        except IndexError as error:
+            raise UsageError(f"{self.name}: {error}; the program is wrong there.") from error
+
     def _load(self, dtype: str) -> Loaded:
         return self.bound.load(self.backend, dtype=dtype, variant=self.variant)
 
@@ -213,7 +225,7 @@ def _checked_out(out: torch.Tensor, size: int) -> torch.Tensor:
     return out.view(-1)
 
 
-def _checked_payload(payload: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _checked_payload(payload: torch.Tensor) -> NDArray[np.uint8]:
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise FrameError(
             f"a payload is a 1-D uint8 tensor; this has dtype {payload.dtype} and "

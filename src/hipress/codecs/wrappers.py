@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hipress.codecs.base import Codec, State
+from hipress.codecs.base import Codec, State, lr_ratio
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.derive import Variant
 from hipress.compll.passes import NotFusable
@@ -101,7 +101,7 @@ class Feedback(_Wrapper):
         self, x: torch.Tensor, state: State | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         residual = self._memory("residual", x, state)
-        corrected = x.detach().reshape(-1).float() + residual
+        corrected = x.detach().reshape(-1).float() + residual * lr_ratio(state)
         payload = self.inner.encode(corrected, state, out=out)
         left = self.inner.decode(payload)
         torch.sub(corrected, left, out=left)

@@ -7,12 +7,23 @@ barriers; a `Draft` collects the writes they and the program's outputs need.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from hipress.compll.graph import Graph
-from hipress.compll.ir import STORAGE_BITS, Array, Expr, Filter, Fold, Require, Sort
+from hipress.compll.ir import (
+    STORAGE_BITS,
+    Array,
+    Expr,
+    Filter,
+    Fold,
+    Require,
+    Sort,
+    block_sizes,
+    walk,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +118,8 @@ class Kept:
     @property
     def element(self) -> Expr:
         """The element, in terms of the index before the filter."""
-        return self.source(self.draft.graph.idx(self.filter.length))
+        with self.draft.unblocked():
+            return self.source(self.draft.graph.idx(self.filter.length))
 
     def at(self, ix: Expr) -> Expr:
         array = self.draft.emitted(self.filter, self.element, self.elem)
@@ -148,13 +160,18 @@ class Spread:
     def at(self, ix: Expr) -> Expr:
         graph = self.draft.graph
         index, value = self.index, self.value
-        if isinstance(index, Kept) and isinstance(value, Kept) and index.filter is value.filter:
+        if (
+            self.draft.fusing
+            and isinstance(index, Kept)
+            and isinstance(value, Kept)
+            and index.filter is value.filter
+        ):
             i = graph.idx(index.filter.length)
             # Sent back to where it came from: the element is itself if taken, else zero.
             if index.element is i and ix is i and self.length is index.filter.length:
                 zero = convert(graph, graph.const(0), self.elem)
                 return graph.select(graph.taken(index.filter), value.element, zero)
-        return graph.load(self.draft.spread(self), ix)
+        return convert(graph, graph.load(self.draft.spread(self), ix), self.elem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +188,7 @@ class PerBlock:
         return self.draft.blocks(self.size)
 
     def at(self, ix: Expr) -> Expr:
-        if ix is self.draft.graph.block("bnum", self.size):
+        if ix is self.draft.graph.block("bnum", self.size) and not self.draft.whole:
             return self.value
         return self.draft.graph.load(self.draft.stored(self), ix)
 
@@ -182,6 +199,7 @@ class InBlocks:
 
     draft: Draft
     value: Expr
+    size: int
     elem: ElemType
 
     @property
@@ -189,7 +207,7 @@ class InBlocks:
         return self.draft.graph.n
 
     def at(self, ix: Expr) -> Expr:
-        if ix is self.draft.graph.idx(self.length):
+        if ix is self.draft.graph.idx(self.length) and not self.draft.whole:
             return self.value
         return self.draft.graph.load(self.draft.stored(self), ix)
 
@@ -247,12 +265,78 @@ class Draft:
     """Reductions by what they are, so that equal ones are one."""
     limits: dict[Expr, Expr] = field(default_factory=dict)
     """Largest value, known to the host, of each length that is not."""
+    fusing: bool = False
+    """Whether what a filter took may be asked for: only where its own pass will answer."""
+    whole: bool = False
+    """Whether the values at hand go to a pass that has no blocks."""
     _stored: dict[object, Array] = field(default_factory=dict)
+
+    @contextmanager
+    def unblocked(self) -> Iterator[None]:
+        """For values of a pass without blocks: what per scopes made is read from memory."""
+        before, self.whole = self.whole, True
+        try:
+            yield
+        finally:
+            self.whole = before
+
+    @contextmanager
+    def fused(self, allowed: bool) -> Iterator[None]:
+        """For values that are written by the pass of the filter that they ask about."""
+        before, self.fusing = self.fusing, allowed
+        try:
+            yield
+        finally:
+            self.fusing = before
+
+    def element(self, value: ArrayValue, ix: Expr) -> Expr:
+        """An element for a pass: of what blocks of two sizes made, all is read from memory."""
+        found = value.at(ix)
+        if len(block_sizes([found])) <= 1:
+            return found
+        with self.unblocked():
+            return value.at(ix)
+
+    def depends(self, value: Expr, found: Filter) -> bool:
+        """Whether a value needs the result of a filter."""
+        mine = {array for f, array, _ in self.emits if f is found}
+        seen: set[Expr] = set()
+        todo = [value]
+        while todo:
+            for e in walk([todo.pop()]):
+                if e in seen:
+                    continue
+                seen.add(e)
+                if e.op in ("count", "taken") and e.attr is found:
+                    return True
+                if e.op in ("load", "load_clamped"):
+                    if e.attr in mine:
+                        return True
+                    todo += self._made_of(e.attr)
+                elif e.op == "fold":
+                    todo += [*e.attr.exprs, e.attr.length]
+                elif e.op in ("count", "taken"):
+                    todo.append(e.attr.keep)
+                elif e.op == "pick":
+                    todo += [e.attr.value, e.attr.key]
+        return False
+
+    def _made_of(self, array: Array) -> list[Expr]:
+        """The values that an array in memory was written from."""
+        made = [w.value for w in self.writes if w.array is array]
+        made += [value for _, target, value in self.emits if target is array]
+        made += [e for f, target in self.scans if target is array for e in f.exprs]
+        made += [e for s in self.spreads if s[0] is array for e in s[1:4]]
+        return made + [s.value for s in self.sorts if s.values is array]
 
     def blocks(self, size: int) -> Expr:
         """The number of blocks in the gradient."""
         g = self.graph
         return g.binary("idiv", g.binary("add", g.n, g.const(size - 1)), g.const(size))
+
+    def capacity(self, value: ArrayValue) -> Expr:
+        """The most elements an array can have, known to the host."""
+        return self.limits.get(value.length, value.length)
 
     def temp(self, elem: ElemType, length: Expr) -> Array:
         """New memory for a value between two passes; nothing is packed there."""
@@ -274,7 +358,7 @@ class Draft:
         if isinstance(value, Ordered):
             value.sort.whole = True
             return value.sort.values
-        if isinstance(value, Spread):
+        if isinstance(value, Spread) and value.elem.kind != "uint":
             return self.spread(value)
         if isinstance(value, PerBlock):
             key: object = ("block", value.value)
@@ -284,7 +368,9 @@ class Draft:
                     Write(self._stored[key], value.value, self.graph.n, False, "block", value.size)
                 )
             return self._stored[key]
-        body = value.at(self.graph.idx(value.length))
+        before, self.whole = self.whole, False  # written by a pass of its own, which has blocks
+        body = self.element(value, self.graph.idx(value.length))
+        self.whole = before
         key = ("element", body, value.elem)
         if key not in self._stored:
             self._stored[key] = self.temp(value.elem, value.length)
@@ -301,9 +387,10 @@ class Draft:
 
     def spread(self, value: Spread) -> Array:
         """A scatter's result in memory."""
-        key = ("spread", id(value))
+        key = ("spread", value)
         if key not in self._stored:
-            target = self.temp(value.elem, value.length)
+            # Wide, so that codes may add up; who reads it saturates them again.
+            target = self.temp(INT if value.elem.kind == "uint" else value.elem, value.length)
             self._stored[key] = target
             self.scatter_into(target, value, clear=True)
         return self._stored[key]
@@ -311,7 +398,8 @@ class Draft:
     def scatter_into(self, target: Array, value: Spread, *, clear: bool) -> None:
         """Plans the scatter itself, into memory that exists."""
         ix = self.graph.idx(value.index.length)
-        pair = (value.index.at(ix), value.value.at(ix))
+        with self.unblocked():
+            pair = (value.index.at(ix), value.value.at(ix))
         self.spreads.append((target, value.index.length, *pair, clear))
 
     def scanned(self, fold: Fold, elem: ElemType) -> Array:

@@ -103,7 +103,7 @@ class Bound:
 
     def floats(self, kernel: Kernel, extra: Mapping[str, float]) -> tuple[float, ...]:
         """Float parameters in the order that `kernel` takes them."""
-        values = {**dict(self.values), **extra}
+        values = {derive.ALPHA: 1.0, derive.RHO: 1.0, **dict(self.values), **extra}
         return tuple(float(values[name]) for name in kernel.params)
 
     def kernels(self, *, dtype: str = "f32", variant: Variant = PLAIN) -> tuple[Kernel, ...]:

@@ -18,7 +18,6 @@ from hipress.compll.arrays import (
     Draft,
     ElemType,
     InBlocks,
-    Kept,
     PerBlock,
     Sliced,
     Stored,
@@ -139,6 +138,7 @@ def play(
             env.names[arg.name] = state
     else:
         player.payload_name, player.payload = roles.payload.name, payload
+        player.decoding = True
         env.names[roles.gradient.name] = Unset(FLOAT, True, draft.graph.n)
     player.statements(function.body, env)
     if gradient is None:
@@ -297,20 +297,15 @@ class _Player(Expressions):
                 f"{name!r} leaves the per scope with {self.show(made.length)} elements "
                 "in each block; only arrays as long as the block can",
             )
-        return InBlocks(self.draft, made.at(self.graph.block("lidx", size)), made.elem)
+        return InBlocks(self.draft, made.at(self.graph.block("lidx", size)), size, made.elem)
 
     def _part(self, node: ast.Expr, env: Env) -> Part:
         value = self.value(node, env)
         if isinstance(value, Scalar):
-            return Part(value.elem, convert(self.graph, value.value, value.elem), node.pos)
+            sent = self.graph.sent(convert(self.graph, value.value, value.elem))
+            return Part(value.elem, sent, node.pos)
         if isinstance(value, Func | Struct | Unset):
             self.fail(node, "concat takes numbers and arrays that have a value")
-        if not isinstance(value, Kept) and not value.length.host:
-            self.fail(
-                node,
-                "the length of this array depends on the gradient; send what a filter "
-                "let through, or an array whose length sizes and parameters tell",
-            )
         return Part(value.elem, value, node.pos)
 
     def _extract(self, call: ast.Call, env: Env) -> None:
@@ -380,7 +375,7 @@ class _Player(Expressions):
             return
         value = part.value
         want = slot.length
-        limit = value.filter.capacity if isinstance(value, Kept) else value.length
+        limit = self.draft.capacity(value)
         if want is not None and want is not limit:
             self.fail(
                 target,

@@ -22,10 +22,11 @@ from hipress.compll.arrays import (
     Spread,
     Stored,
     Write,
+    convert,
 )
 from hipress.compll.graph import Graph
-from hipress.compll.ir import Array, Expr, Fold, Kernel, Section
-from hipress.compll.passes import schedule, validate
+from hipress.compll.ir import Array, Expr, Fold, Kernel, Section, pass_loads, pass_stores
+from hipress.compll.passes import NotFusable, schedule, validate
 from hipress.compll.scope import ParamValue, Part, Signature
 
 
@@ -42,6 +43,7 @@ PLAIN = Variant()
 
 ALPHA = "@alpha"
 MU = "@mu"
+RHO = "@rho"
 """Float parameters of ours; '@' keeps them apart from a program's names."""
 
 
@@ -64,6 +66,16 @@ def encode_kernel(
         dtype: Storage of the gradient: `f32`, `f16` or `bf16`.
         variant: Wrappers to fuse in.
     """
+    try:
+        return _encode_kernel(pair, params, dtype, variant, fuse=True)
+    except NotFusable:
+        return _encode_kernel(pair, params, dtype, variant, fuse=False)
+
+
+def _encode_kernel(
+    pair: Pair, params: Mapping[str, ParamValue], dtype: str, variant: Variant, *, fuse: bool
+) -> Kernel:
+    """With `fuse`, states may ask what a filter took: its pass writes them, or `NotFusable`."""
     g = Graph()
     draft = Draft(g)
     source, function = pair.encode
@@ -77,7 +89,12 @@ def encode_kernel(
     residual = Array("residual", "f32", g.n, _label("residual", roles))
     if variant.feedback:
         inner = value
-        value = Computed(g.n, FLOAT, lambda i: g.binary("add", inner.at(i), g.load(residual, i)))
+        rho = g.param(RHO)
+
+        def corrected(i: Expr) -> Expr:
+            return g.binary("add", inner.at(i), g.binary("mul", rho, g.load(residual, i)))
+
+        value = Computed(g.n, FLOAT, corrected)
         extra.append(residual)
     stored = [Stored(draft, s, FLOAT) for s in states]
     played = check.play(source, function, draft, params=params, gradient=value, states=stored)
@@ -85,16 +102,20 @@ def encode_kernel(
         i = g.idx(g.n)
         if final.length is not g.n:
             raise AssertionError("a state changed its length")
-        if final.at(i) is not g.load(array, i):
-            draft.writes.append(Write(array, final.at(i), g.n, True))
+        with draft.fused(fuse):
+            old, new = g.load(array, i), g.to_float(draft.element(final, i))
+        if new is not old:
+            draft.writes.append(Write(array, _kept_if_finite(g, new, old), g.n, True))
     if variant.feedback:
-        _feedback(draft, pair, params, played.parts, value, residual)
+        _feedback(draft, pair, params, played.parts, value, residual, fuse)
     sections = [_section(draft, k, part) for k, part in enumerate(played.parts)]
     body = g.make("not", g.unary("finite", value.at(g.idx(g.n))), type="bool")
     flag = Fold("or", "bool", g.const(False), body, g.n, None)
     all_states = (*states, *extra)
     written = [w.array for w in draft.writes if w.array in all_states]
     passes = schedule(draft, flag, written)
+    used = {a for p in passes for a in (*pass_loads(p), *(s.array for s in pass_stores(p)))}
+    all_states = tuple(s for s in all_states if s in used)  # an option may leave one idle
     validate(passes, {x, *all_states})
     return Kernel(
         name="encode",
@@ -106,7 +127,7 @@ def encode_kernel(
         input=x,
         output=None,
         requires=(),
-        params=_params(roles, MU if variant.momentum else None),
+        params=_params(roles, *[MU] * variant.momentum, *[RHO] * variant.feedback),
         nonfinite=flag,
     )
 
@@ -132,7 +153,7 @@ def decode_kernel(
             out, Spread(draft, made.index, scaled, made.length, FLOAT), clear=not add
         )
     else:
-        total = g.binary("mul", alpha, g.to_float(made.at(i)))
+        total = g.binary("mul", alpha, g.to_float(draft.element(made, i)))
         if add:
             total = g.binary("add", g.load(out, i), total)
         draft.writes.append(Write(out, total, g.n, True))
@@ -188,6 +209,7 @@ def _feedback(
     parts: tuple[Part, ...],
     value: ArrayValue,
     residual: Array,
+    fuse: bool,
 ) -> None:
     g = draft.graph
     requires = list(draft.requires)  # decode's demands on a payload mean nothing here
@@ -196,7 +218,8 @@ def _feedback(
     draft.requires[:] = requires
     assert played.gradient is not None
     i = g.idx(g.n)
-    left = g.binary("sub", value.at(i), g.to_float(played.gradient.at(i)))
+    with draft.fused(fuse):
+        left = g.binary("sub", value.at(i), g.to_float(draft.element(played.gradient, i)))
     kept = _kept_if_finite(g, left, g.load(residual, i))
     draft.writes.append(Write(residual, kept, g.n, True))
 
@@ -213,23 +236,23 @@ def _section(draft: Draft, k: int, part: Part) -> Section:
         array = Array(name, storage, g.const(1))
         draft.writes.append(Write(array, value, g.const(1), True, "scalar"))
         return Section(array, True)
+    array = Array(name, storage, draft.capacity(value))
     packed = part.elem.bits in (1, 2, 4)
-    if isinstance(value, Kept):
-        array = Array(name, storage, value.filter.capacity)
-        if packed:  # collected as bytes first, packed by a pass of its own
-            value = Stored(draft, draft.stored(value), part.elem)
-        else:
-            draft.emits.append((value.filter, array, value.element))
-            return Section(array, False)
-    array = Array(name, storage, value.length)
-    if isinstance(value, PerBlock) and not packed:
+    if isinstance(value, Kept) and not packed:
+        draft.emits.append((value.filter, array, value.element))
+    elif isinstance(value, PerBlock) and not packed:
         draft.writes.append(Write(array, value.value, g.n, True, "block", value.size))
-    elif isinstance(value, Spread) and not packed:
+    elif isinstance(value, Spread) and value.elem.kind == "float":
         draft.scatter_into(array, value, clear=True)
     else:
-        if isinstance(value, PerBlock | Spread):
+        if isinstance(value, PerBlock):  # collected as bytes first, packed by a pass of its own
             value = Stored(draft, draft.stored(value), part.elem)
-        draft.writes.append(Write(array, value.at(g.idx(value.length)), value.length, True))
+        i = g.idx(array.length)
+        sent = draft.element(value, i)
+        if value.length is not array.length:  # room that is not used is zero
+            used = g.binary("lt", i, value.length)
+            sent = g.select(used, sent, convert(g, g.const(0), part.elem))
+        draft.writes.append(Write(array, sent, array.length, True))
     return Section(array, False)
 
 
@@ -251,8 +274,7 @@ def _received(draft: Draft, pair: Pair, params: Mapping[str, ParamValue]) -> lis
             array = Array(name, storage, g.const(1))
             parts.append(Part(part.elem, g.load(array, g.const(0)), part.pos))
             continue
-        length = value.filter.capacity if isinstance(value, Kept) else value.length
-        stored = Stored(draft, Array(name, storage, length), part.elem)
+        stored = Stored(draft, Array(name, storage, aside.capacity(value)), part.elem)
         parts.append(Part(part.elem, stored, part.pos))
     return parts
 
@@ -264,6 +286,5 @@ def _memory(part: Part) -> Array:
     return part.value.array
 
 
-def _params(roles: Signature, extra: str | None) -> tuple[str, ...]:
-    names = [p.name for p in roles.params if p.runtime]
-    return (*names, *([extra] if extra else []))
+def _params(roles: Signature, *ours: str) -> tuple[str, ...]:
+    return (*(p.name for p in roles.params if p.runtime), *ours)

@@ -20,8 +20,8 @@ from hipress.compll.build import Bound
 from hipress.compll.derive import ALPHA, MU, PLAIN, Variant
 from hipress.compll.emit_functions import Function, call_args, functions, signature, tuple_text
 from hipress.compll.emit_torch import OPERATOR, REGISTRATION, SUPPORT, WRAPPER_HEAD
-from hipress.compll.lone import Lone
 from hipress.compll.ir import Kernel
+from hipress.compll.lone import Lone
 from hipress.errors import UsageError
 
 FRAMEWORKS = ("torch",)

@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from hipress.compll import ast, operators
-from hipress.compll.arrays import BOOL, FLOAT, INT, ArrayValue, Draft, ElemType, Sliced, convert
+from hipress.compll.arrays import (
+    BOOL,
+    FLOAT,
+    INT,
+    ArrayValue,
+    Draft,
+    ElemType,
+    InBlocks,
+    Sliced,
+    Stored,
+    convert,
+)
 from hipress.compll.ir import Expr
 from hipress.compll.parse import fail
 from hipress.compll.scope import Binding, Env, Func, Scalar, Struct, Unset
@@ -30,6 +41,10 @@ class Expressions:
         self.position: Expr | None = None
         """Index that `random` draws for: set while a lambda runs over an array."""
         self.depth = 0
+        self.lambdas = 0
+        """Lambdas around the expression at hand."""
+        self.decoding = False
+        self.reducing = False
         self.work = 0
         self._sites: dict[ast.Pos, int] = {}
 
@@ -124,11 +139,9 @@ class Expressions:
             index = self.scalar(node.index, env)
             if index.type != "int":
                 self.fail(node.index, "an index is an int; this is a float")
-            return Scalar(array.at(index), array.elem)
+            return Scalar(operators.element(self, array, index), array.elem)
         if isinstance(node, ast.Ternary):
             cond = self.graph.to_bool(self.scalar(node.cond, env))
-            if cond.op == "const":
-                return self.value(node.yes if cond.attr else node.no, env)
             yes, no = self.same(self.scalar(node.yes, env), self.scalar(node.no, env))
             return self.number(self.graph.select(cond, yes, no))
         if isinstance(node, ast.Unary):
@@ -151,6 +164,8 @@ class Expressions:
         if isinstance(found, Scalar | Func | Struct | Unset):
             return found
         assert scope.block is not None
+        if isinstance(found, InBlocks) and found.size != scope.block:
+            found = Stored(self.draft, self.draft.stored(found), found.elem)
         if found.length is self.graph.n:
             return Sliced(self.graph, found, scope.block)
         if found.length is self.draft.blocks(scope.block):
@@ -285,6 +300,8 @@ class Expressions:
         if operator is None:
             known = ", ".join(sorted(operators.OPERATORS))
             self.fail(node, f"{node.name!r} is not a function; operators: {known}")
+        if self.lambdas and node.name in operators.WHOLE:
+            self.fail(node, f"{node.name} works on whole arrays; do it before the lambda")
         return operator(self, node, env)
 
     def apply(
@@ -302,10 +319,12 @@ class Expressions:
             env.names[arg.name] = Scalar(convert(self.graph, value, elem), elem)
         saved = self.position
         self.position = position if position is not None else saved
+        self.lambdas += 1
         try:
             done, result = self._outcome(code.body, env, env)
         finally:
             self.position = saved
+            self.lambdas -= 1
         if done is not self.graph.const(True):
             self.fail(code, "the lambda may end without a return")
         returns = self.elem(code.returns, func.env)

@@ -83,11 +83,13 @@ class Graph:
         op = "load" if safe else "load_clamped"
         return self.make(op, index, type=array.type, attr=array, bounds=bounds)
 
-    def uniform(self, index: Expr, site: int) -> Expr:
-        return self.make("uniform", index, type="float", attr=site)
+    def uniform(self, index: Expr, site: int, key: Expr | None = None) -> Expr:
+        args = (index,) if key is None else (index, key)
+        return self.make("uniform", *args, type="float", attr=site)
 
-    def bits32(self, index: Expr, site: int) -> Expr:
-        return self.make("bits32", index, type="int", attr=site, bounds=(0, 2**32 - 1))
+    def bits32(self, index: Expr, site: int, key: Expr | None = None) -> Expr:
+        args = (index,) if key is None else (index, key)
+        return self.make("bits32", *args, type="int", attr=site, bounds=(0, 2**32 - 1))
 
     def fold(self, fold: Fold) -> Expr:
         variance = 0 if fold.block is None else 1
@@ -153,6 +155,12 @@ class Graph:
         bounds = (min(yes.lo, no.lo), max(yes.hi, no.hi))
         return self.make("select", cond, yes, no, type=yes.type, bounds=bounds)
 
+    def sent(self, a: Expr) -> Expr:
+        """A host value as it is on the wire: from here on the kernel computes with it."""
+        if a.type != "float" or not a.host or a.op == "const":
+            return a
+        return self.make("sent", a, type="float", host=False)
+
     def to_float(self, a: Expr) -> Expr:
         if a.type == "float":
             return a
@@ -185,8 +193,10 @@ class Graph:
             return self.const(min(max(int(a.attr), 0), top))
         if a.type == "int" and a.lo >= 0 and a.hi <= top:
             return a
-        if a.type == "float" and a.op == "float" and a.args[0].type == "int":
-            return self.to_uint(a.args[0], bits)
+        if a.op == "float" and a.args[0].type == "int":
+            inner = a.args[0]
+            if -(2**24) <= inner.lo and inner.hi <= 2**24:  # a float holds it exactly
+                return self.to_uint(inner, bits)
         if a.op == "floor" and a.type == "float":
             return self.to_uint(a.args[0], bits)  # saturation at 0 makes truncation a floor
         return self.make("uint", a, type="int", attr=bits, bounds=(0, top))
@@ -216,9 +226,11 @@ class Graph:
             return self.load(e.attr, args[0])
         if e.op in ("land", "lor"):
             return self.logic(e.op, *args)
+        if e.op in ("uniform", "bits32", "pick", "sent"):
+            return self.make(e.op, *args, type=e.type, attr=e.attr, bounds=(e.lo, e.hi))
         if len(args) == 2:
             return self.binary(e.op, *args)
-        if len(args) == 1 and e.op not in ("uniform", "bits32", "pick"):
+        if len(args) == 1:
             return self.unary(e.op, args[0])
         return self.make(e.op, *args, type=e.type, attr=e.attr, bounds=(e.lo, e.hi))
 

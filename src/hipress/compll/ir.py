@@ -87,8 +87,8 @@ OPS = {
     "blen": "elements in this block",
     "load": "element args[0] of the array attr; in range by construction",
     "load_clamped": "the same, the index clamped into the array (0 if that is empty)",
-    "uniform": "random float in [0, 1) for index args[0]; attr is the site",
-    "bits32": "random int in [0, 2**32) for index args[0]; attr is the site",
+    "uniform": "random float in [0, 1) for index args[0]; attr is the site; args[1] a key, if any",
+    "bits32": "random int in [0, 2**32), likewise",
     "fold": "result of the reduction attr",
     "count": "elements that the filter attr let through",
     "taken": "whether the filter attr let this element through",
@@ -128,6 +128,7 @@ OPS = {
     "round_f16": "to the nearest float16 and back",
     "round_bf16": "to the nearest bfloat16 and back",
     "finite": "neither NaN nor infinite",
+    "sent": "a host value rounded to binary32, as a payload carries it",
 }
 
 
@@ -295,6 +296,12 @@ def pass_exprs(p: Pass) -> list[Expr]:
     return exprs
 
 
+def pass_loads(p: Pass) -> list[Array]:
+    """The arrays that a pass reads."""
+    reads = [e.attr for e in walk(pass_exprs(p)) if e.op in ("load", "load_clamped")]
+    return list(dict.fromkeys(reads))
+
+
 @dataclass(frozen=True, slots=True)
 class Require:
     """A condition on the payload; where it fails the frame is refused with `message`."""
@@ -335,6 +342,24 @@ class Section:
 
     array: Array
     scalar: bool
+
+
+def block_sizes(exprs: Iterable[Expr]) -> set[int]:
+    """The sizes of the blocks that some values are tied to."""
+    sizes: set[int] = set()
+    todo = list(exprs)
+    seen: set[Expr] = set()
+    while todo:
+        for e in walk([todo.pop()]):
+            if e in seen:
+                continue
+            seen.add(e)
+            if e.op in ("lidx", "bnum", "bstart", "blen"):
+                sizes.add(int(e.attr))
+            elif e.op == "fold" and e.attr.block is not None:
+                sizes.add(int(e.attr.block))
+                todo += e.attr.exprs
+    return sizes
 
 
 def walk(roots: Iterable[Expr]) -> Iterator[Expr]:

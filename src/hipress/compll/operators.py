@@ -18,6 +18,7 @@ from hipress.compll.arrays import (
     ElemType,
     Kept,
     Ordered,
+    Sliced,
     Spread,
     Stored,
     convert,
@@ -29,6 +30,15 @@ if TYPE_CHECKING:
     from hipress.compll.expressions import Expressions
 
 Operator = Callable[["Expressions", ast.Call, "Env"], "Binding"]
+
+
+def element(player: Expressions, array: ArrayValue, ix: Expr) -> Expr:
+    """The element at an index that a program computed: clamped into the array."""
+    if ix is _domain(player, array.length) or not isinstance(array, Computed | Sliced):
+        return array.at(ix)  # what lies in memory clamps for itself
+    g = player.graph
+    last = g.binary("sub", array.length, g.const(1))
+    return array.at(g.binary("max", g.binary("min", ix, last), g.const(0)))
 
 
 def retyped(player: Expressions, value: ArrayValue, elem: ElemType) -> ArrayValue:
@@ -86,7 +96,8 @@ def _function(player: Expressions, node: ast.Expr, env: Env, num_args: int) -> C
         player.fail(
             node, f"a lambda of {num_args} arguments is needed; this takes {len(func.code.args)}"
         )
-    given: Func = func
+    # An array is computed when it is used; the lambda must see its names as they are now.
+    given = Func(func.code, func.env.frozen())
     return lambda args, position: player.apply(node, given, args, position).value
 
 
@@ -133,12 +144,15 @@ def map_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     g = player.graph
     kept = [a for a in arrays if isinstance(a, Kept)]
     if len(kept) == len(arrays):
-
-        def source(i: Expr) -> Expr:
-            return convert(g, f([a.source(i) for a in kept], i), elem)
-
-        source(g.idx(kept[0].filter.length))
-        return Kept(player.draft, kept[0].filter, elem, source)
+        source = Kept(
+            player.draft,
+            kept[0].filter,
+            elem,
+            lambda i: convert(g, f([a.source(i) for a in kept], i), elem),
+        )
+        # What needs the filter's own result is told after its pass, not inside it.
+        if not player.draft.depends(source.element, kept[0].filter):
+            return source
 
     def at(ix: Expr) -> Expr:
         return convert(g, f([a.at(ix) for a in arrays], _position(player, first.length, ix)), elem)
@@ -160,14 +174,17 @@ def _folding(
     g = player.graph
     f = _function(player, node.args[2], env, 2)
     elem = _returns(player, node.args[2], env, array.elem)
+    _same_types(player, node.args[2], env, elem)
     init = convert(g, player.scalar(node.args[1], env), elem)
     if init.variance == 2:
         player.fail(node.args[1], "the start of a reduction is the same for all elements")
-    body = convert(g, array.at(_domain(player, array.length)), elem)
+    body = convert(g, player.draft.element(array, _domain(player, array.length)), elem)
     # Two leaves that stand for f's arguments; their sites are out of any program's reach.
     carry = g.make("param", type=body.type, attr="<carry>", variance=2, host=False)
     item = g.make("param", type=body.type, attr="<item>", variance=2, host=False)
+    player.reducing = True
     combine = convert(g, f([carry, item], None), elem)
+    player.reducing = False
     kinds = {
         g.binary("add", carry, item): "sum",
         g.binary("add", item, carry): "sum",
@@ -183,11 +200,24 @@ def _folding(
     return Fold(kind, body.type, init, body, length, block, *rest), elem  # type: ignore[arg-type]
 
 
+def _same_types(player: Expressions, node: ast.Expr, env: Env, elem: ElemType) -> None:
+    """A reduction takes results as arguments again: all its types are one."""
+    if isinstance(node, ast.Name) and env.home(node.id) is None:
+        return
+    func = player.value(node, env)
+    assert isinstance(func, Func)
+    for arg in func.code.args:
+        if player.elem(arg.type, func.env) != elem:
+            player.fail(
+                arg,
+                f"{arg.name!r} must be {elem}, as the result: a reduction takes its "
+                "own results as arguments",
+            )
+
+
 def reduce_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`reduce(a, init, f)`: f must be associative; the order is the backend's."""
     _arity(player, node, 3)
-    if player.position is not None:
-        player.fail(node, "reduce inside a lambda would run for every element; do it before")
     fold, elem = _folding(player, node, env, player.array(node.args[0], env))
     return Scalar(player.draft.graph.fold(_shared(player, fold)), elem)
 
@@ -203,7 +233,8 @@ def scan_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     _arity(player, node, 3)
     array = player.array(node.args[0], env)
     _not_in_blocks(player, node, array)
-    fold, elem = _folding(player, node, env, array)
+    with player.draft.unblocked():
+        fold, elem = _folding(player, node, env, array)
     return Stored(player.draft, player.draft.scanned(fold, elem), elem)
 
 
@@ -216,7 +247,8 @@ def filter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
         player.fail(node, "a filtered array cannot be filtered again; join the two conditions")
     keep = _function(player, node.args[1], env, 1)
     ix = _domain(player, array.length)
-    cond = player.graph.to_bool(keep([array.at(ix)], ix))
+    with player.draft.unblocked():
+        cond = player.graph.to_bool(keep([array.at(ix)], ix))
     capacity = array.length if len(node.args) == 2 else player.size(node.args[2], env)
     if not capacity.host:
         player.fail(node, "the capacity of a filter is made of sizes and parameters")
@@ -246,14 +278,15 @@ def sort_(player: Expressions, node: ast.Call, env: Env) -> Binding:
 
 
 def sample_(player: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`sample(a, m)`: one element drawn at random from each of m equal stretches of a."""
-    _arity(player, node, 2)
+    """`sample(a, m[, key])`: one element drawn at random from each of m equal stretches of a."""
+    _arity(player, node, 2, 3)
+    key = _key(player, node.args[2], env) if len(node.args) == 3 else None
     array = player.array(node.args[0], env)
     _not_in_blocks(player, node, array)
     if not array.length.host:
         player.fail(node, "sample works on arrays whose length is known; this one is filtered")
     m = player.size(node.args[1], env)
-    g, n, site = player.graph, array.length, player.site(node.pos)
+    g, n, site = player.graph, array.length, _site(player, node, key)
 
     width, rest = g.binary("idiv", n, m), g.binary("imod", n, m)
 
@@ -261,7 +294,7 @@ def sample_(player: Expressions, node: ast.Call, env: Env) -> Binding:
         # The first n % m stretches have one element more; no division per element.
         start = g.binary("add", g.binary("mul", ix, width), g.binary("min", ix, rest))
         size = g.binary("add", width, g.to_int(g.binary("lt", ix, rest)))
-        draw = g.binary("shr", g.binary("mul", g.bits32(ix, site), size), g.const(32))
+        draw = g.binary("shr", g.binary("mul", g.bits32(ix, site, key), size), g.const(32))
         return array.at(g.binary("add", start, draw))
 
     return Computed(m, array.elem, at)
@@ -275,8 +308,11 @@ def gather_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     if index.elem.kind not in ("int", "uint"):
         player.fail(node.args[1], f"indices are ints; this is {index.elem}*")
     if isinstance(index, Kept):
-        return Kept(player.draft, index.filter, array.elem, lambda i: array.at(index.source(i)))
-    return Computed(index.length, array.elem, lambda ix: array.at(index.at(ix)))
+        source, found = index.source, index.filter
+        kept = Kept(player.draft, found, array.elem, lambda i: element(player, array, source(i)))
+        if not player.draft.depends(kept.element, found):
+            return kept
+    return Computed(index.length, array.elem, lambda ix: element(player, array, index.at(ix)))
 
 
 def scatter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -327,18 +363,23 @@ def blocks_(player: Expressions, node: ast.Call, env: Env) -> Binding:
 
 
 def random_(player: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`random<T>(a, b)`: uniform in [a, b); its own draw for each element."""
+    """`random<T>(a, b[, key])`: uniform in [a, b); its own draw for each element.
+
+    With a key the draws depend on that and the position alone, so that decode can repeat them.
+    """
     g = player.graph
     assert node.of is not None
+    _arity(player, node, 2, 3)
+    key = _key(player, node.args[2], env) if len(node.args) == 3 else None
     elem = player.elem(node.of, env)
     if node.of.array or elem.kind not in ("float", "int"):
         player.fail(node.of, f"random<{elem}> is not known; allowed: random<float>, random<int>")
-    a, b = (player.scalar(x, env) for x in node.args)
+    a, b = (player.scalar(x, env) for x in node.args[:2])
     position = player.position if player.position is not None else g.const(0)
-    site = player.site(node.pos)
+    site = _site(player, node, key)
     if elem.kind == "float":
         a, b = g.to_float(a), g.to_float(b)
-        u = g.uniform(position, site)
+        u = g.uniform(position, site, key)
         if a is g.const(0.0) and b is g.const(1.0):
             return Scalar(u, FLOAT)
         return Scalar(g.binary("add", a, g.binary("mul", u, g.binary("sub", b, a))), FLOAT)
@@ -346,8 +387,32 @@ def random_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     # At most 2**31 - 1 wide: the product with 32 random bits then fits 63.
     width = g.binary("max", g.binary("sub", b, a), g.const(0))
     width = g.binary("min", width, g.const(2**31 - 1))
-    draw = g.binary("shr", g.binary("mul", g.bits32(position, site), width), g.const(32))
+    draw = g.binary("shr", g.binary("mul", g.bits32(position, site, key), width), g.const(32))
     return Scalar(g.binary("add", a, draw), INT)
+
+
+def _site(player: Expressions, node: ast.Call, key: Expr | None) -> int:
+    """Numbers the places that draw; those with a key share one, so that decode can repeat them."""
+    if key is None and player.decoding:
+        player.fail(
+            node,
+            f"decode cannot repeat what encode drew; give {node.name} a key that is "
+            "part of the payload",
+        )
+    if player.reducing:
+        player.fail(
+            node,
+            f"{node.name} in a reduction's lambda would depend on the order; draw in a map before",
+        )
+    return player.site(node.pos) if key is None else 0
+
+
+def _key(player: Expressions, node: ast.Expr, env: Env) -> Expr:
+    """A key for random numbers: one int for the whole gradient."""
+    key = player.scalar(node, env)
+    if key.type != "int" or key.variance != 0:
+        player.fail(node, "a key is an int that is the same for all elements")
+    return key
 
 
 def _elementwise(player: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -371,6 +436,11 @@ def _misplaced(player: Expressions, node: ast.Call, env: Env) -> Binding:
     }
     player.fail(node, f"{node.name} cannot stand inside an expression; {how[node.name]}")
 
+
+WHOLE = frozenset(
+    {"map", "range", "reduce", "scan", "filter", "sort", "sample", "gather", "scatter", "first"}
+)
+"""Operators that make or use whole arrays: not for inside a lambda, once per element."""
 
 OPERATORS: dict[str, Operator] = {
     "map": map_,

@@ -28,6 +28,7 @@ from hipress.compll.ir import (
     Sort,
     Sorting,
     Store,
+    block_sizes,
     pass_exprs,
     pass_stores,
     walk,
@@ -51,12 +52,9 @@ def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> t
 
 def block_of(exprs: Iterable[Expr]) -> int | None:
     """The block size that some values are tied to."""
-    for e in _deep(exprs):
-        if e.op in ("lidx", "bnum", "bstart", "blen"):
-            return int(e.attr)
-        if e.op == "fold" and e.attr.block is not None:
-            return int(e.attr.block)
-    return None
+    sizes = block_sizes(exprs)
+    assert len(sizes) <= 1, "blocks of two sizes in one value"
+    return next(iter(sizes), None)
 
 
 def _deep(exprs: Iterable[Expr]) -> Iterator[Expr]:
@@ -88,6 +86,7 @@ class _Open:
 
 class _Scheduler:
     def __init__(self, draft: Draft, states: set[Array]) -> None:
+        _drop_unread(draft)
         self.draft = draft
         self.states = states
         self.open: list[_Open] = []
@@ -119,6 +118,10 @@ class _Scheduler:
             if not write.final:
                 self._place(write, exact=True)
         self._own_passes()
+        early = [w for w in draft.writes if w.each == "scalar" and self._reads_state([w.value])]
+        for write in early:  # before a state is overwritten
+            store = Store(write.array, write.value)
+            self.fixed.append((self._level(write), [write.value], Scalars((store,))))
         for write in sorted(self._outputs(), key=lambda w: -self._level(w)):
             self._place(write, exact=False)
         self._place_states()
@@ -126,7 +129,11 @@ class _Scheduler:
             self._place_flag(nonfinite)
         passes = [(p.level, i, self._close(p)) for i, p in enumerate(self.open)]
         passes += [(level, len(self.open) + i, p) for i, (level, _, p) in enumerate(self.fixed)]
-        scalars = tuple(Store(w.array, w.value) for w in draft.writes if w.each == "scalar")
+        scalars = tuple(
+            Store(w.array, w.value)
+            for w in draft.writes
+            if w.each == "scalar" and not self._reads_state([w.value])
+        )
         ordered: list[Pass] = [p for _, _, p in sorted(passes, key=lambda x: x[:2])]
         return (*ordered, *([Scalars(scalars)] if scalars else []))
 
@@ -358,6 +365,42 @@ class _Scheduler:
         ]
         kept = tuple(ph for ph in phases if ph.folds or ph.stores)
         return Loop(p.length, p.block, kept, tuple(p.block_stores))
+
+
+def _drop_unread(draft: Draft) -> None:
+    """Removes memory between passes that nothing reads after all."""
+    while True:
+        exprs = [w.value for w in draft.writes] + [value for _, _, value in draft.emits]
+        exprs += [e for s in draft.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
+        exprs += [e for f, _ in draft.scans for e in f.exprs]
+        exprs += [e for s in draft.spreads for e in s[1:4]] + [r.cond for r in draft.requires]
+        read: set[Array] = set()
+        seen: set[Expr] = set()
+        while exprs:
+            for e in walk([exprs.pop()]):
+                if e in seen:
+                    continue
+                seen.add(e)
+                if e.op in ("load", "load_clamped"):
+                    read.add(e.attr)
+                elif e.op == "fold":
+                    exprs += [*e.attr.exprs, e.attr.length]
+                elif e.op in ("count", "taken"):
+                    exprs.append(e.attr.keep)
+                elif e.op == "idx":
+                    exprs.append(e.attr)
+                elif e.op == "pick":
+                    exprs += [e.attr.value, e.attr.key]
+                    read.add(e.attr.values)
+        idle = set(draft.temps) - read
+        before = len(draft.writes) + len(draft.emits) + len(draft.scans) + len(draft.spreads)
+        draft.writes[:] = [w for w in draft.writes if w.array not in idle]
+        draft.emits[:] = [x for x in draft.emits if x[1] not in idle]
+        draft.scans[:] = [x for x in draft.scans if x[1] not in idle]
+        draft.spreads[:] = [x for x in draft.spreads if x[0] not in idle]
+        after = len(draft.writes) + len(draft.emits) + len(draft.scans) + len(draft.spreads)
+        if after == before:
+            return
 
 
 def validate(passes: Iterable[Pass], given: Iterable[Array]) -> None:

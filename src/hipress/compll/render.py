@@ -89,9 +89,9 @@ _HOST = {
     "mul": "({} * {})",
     "div": "_host_div({}, {})",
     "idiv": "_host_idiv({}, {})",
-    "imod": "({0} - _host_idiv({0}, {1}) * {1})",
-    "shl": "({} << {})",
-    "shr": "({} >> {})",
+    "imod": "_host_imod({}, {})",
+    "shl": "_host_shl({}, {})",
+    "shr": "({} >> min(max({}, 0), 63))",
     "and": "({} & {})",
     "or": "({} | {})",
     "xor": "({} ^ {})",
@@ -116,6 +116,8 @@ _HOST = {
     "float": "float({})",
     "int": "_host_int({})",
     "finite": "math.isfinite({})",
+    "round_f16": "_host_f16({})",
+    "round_bf16": "_host_bf16({})",
 }
 
 HOST_PRELUDE = """\
@@ -124,8 +126,18 @@ def _host_idiv(a, b):
     return q if (a < 0) == (b < 0) else -q
 
 
+def _host_imod(a, b):
+    return a - _host_idiv(a, b) * b if b else 0
+
+
+def _host_shl(a, b):
+    return a << b if 0 <= b < 63 else 0
+
+
 def _host_div(a, b):
-    return a / b if b else math.nan
+    if b:
+        return a / b
+    return math.copysign(math.inf, a) * math.copysign(1.0, b) if a else math.nan
 
 
 def _host_floor(a):
@@ -138,6 +150,15 @@ def _host_exp2(a):
 
 def _host_log2(a):
     return math.log2(a) if a > 0 else math.nan
+
+
+def _host_f16(a):
+    return float(np.float16(a))
+
+
+def _host_bf16(a):
+    bits = int(np.float32(a).view(np.uint32))
+    return float(np.uint32((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).view(np.float32))
 
 
 def _host_int(a):

@@ -63,6 +63,11 @@ class Env:
             env = env.outer
         return env
 
+    def frozen(self) -> Env:
+        """A copy that later assignments do not reach."""
+        outer = None if self.outer is None else self.outer.frozen()
+        return Env(dict(self.names), outer, self.block)
+
     def within(self, scope: Env) -> bool:
         """Whether this scope is `scope` or lies inside it."""
         env: Env | None = self

@@ -153,6 +153,8 @@ def _entry(shared: Shared, out: Lines) -> None:
     sizes("else:")
     sizes(f"    pool(_{k.name}_steps, ({args}), {shared.slots.ints['status']})")
     if k.nonfinite is not None:
+        sizes(f"if {shared.slots.int('status')}:")
+        sizes('    raise IndexError("an index of a scatter is out of range")')
         sizes(f"return bool({shared.slots.int(k.nonfinite)})")
     else:
         messages = ("an index in the payload is out of range", *(r.message for r in k.requires))

@@ -51,11 +51,8 @@ class Loops:
         self.codes_out = {
             s.array: f"out_{s.array.name}" for s in stores if s.array.storage in PACKED
         }
-        self.draws = {
-            (e.op, e.attr): f"{e.op}{e.attr}"
-            for e in walk(roots)
-            if e.op in RANDOM and e.args[0].op == "idx"
-        }
+        drawn = [e for e in walk(roots) if e.op in RANDOM and e.args[0].op == "idx"]
+        self.draws = {e: f"{e.op}_{k}" for k, e in enumerate(drawn)}
 
     # Before and around the tiles.
 
@@ -64,8 +61,8 @@ class Loops:
         room = (self.tile + 7) // 8 * 8
         for name in (*self.codes_in.values(), *self.codes_out.values()):
             out(f"{name} = np.empty({room}, u8)")
-        for (op, _), name in self.draws.items():
-            out(f"{name} = np.empty({room}, {RANDOM[op]})")
+        for e, name in self.draws.items():
+            out(f"{name} = np.empty({room}, {RANDOM[e.op]})")
 
     def tiles(self, out: Lines, known: Known) -> None:
         """Prints the loop over tiles, a tile's slices, and what is the same in a block."""
@@ -82,8 +79,9 @@ class Loops:
             out(f"{name} = {text}")
         for array, codes in self.codes_in.items():
             out(f"_unpack{STORAGE_BITS[array.storage]}({self.slices[array]}, {codes}, m)")
-        for (op, site), name in self.draws.items():
-            out(f"_{op}s({name}, m, a, {site}, rng)")
+        for e, name in self.draws.items():
+            rng = "rng" if len(e.args) == 1 else f"_keyed({known[e.args[1]]})"
+            out(f"_{e.op}s({name}, m, a, {e.attr}, {rng})")
         for e in walk([*self.roots, *_block_bodies(self.roots)]):
             block = {"bnum": "t", "bstart": "a", "blen": "m"}.get(e.op)
             if block is not None:
@@ -304,14 +302,14 @@ class Loops:
                 args[source] = None
                 return loaded(array, f"{source}[i]")
             if e.op in RANDOM and aligned:
-                name = self.draws[e.op, e.attr]
+                name = self.draws[e]
                 args[name] = None
                 return f"{name}[i]" if e.op == "uniform" else f"i64({name}[i])"
             if e.op in ("load", "load_clamped"):
                 args[e.attr.name] = None
                 if e.attr.storage in PACKED:
                     args["I"] = None  # its length is there
-            if e.op in RANDOM:
+            if e.op in RANDOM and len(e.args) == 1:
                 args["rng"] = None
             return self.shared.spell(e, texts)
 

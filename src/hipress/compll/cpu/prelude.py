@@ -216,6 +216,11 @@ def _philox(g: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     return a, b, c, d
 
 
+def _keyed(key: Any) -> Any:
+    """What stands for (seed, stream, step) where a program gives its own key."""
+    return (i64(key) & i64(0xFFFFFFFF), (i64(key) >> i64(32)) & i64(0xFFFFFFFF), i64(0), i64(0))
+
+
 def _bits32(i: Any, site: Any, rng: Any) -> Any:
     """32 random bits for element i: philox(seed, stream, step, i // 4)[i % 4]."""
     words = _philox(u32((i64(i) >> 2) & 0xFFFFFFFF), site, rng[3], rng[2], rng[0], rng[1])

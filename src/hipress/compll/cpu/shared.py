@@ -115,7 +115,8 @@ class Shared:
             text = f"{array.name}[{args[0]}]" if safe else f"_at({array.name}, {args[0]})"
             return loaded(array, text)
         if e.op in RANDOM:
-            return f"_{e.op}({args[0]}, {e.attr}, rng)"
+            rng = "rng" if len(args) == 1 else f"_keyed({args[1]})"
+            return f"_{e.op}({args[0]}, {e.attr}, {rng})"
         return spell(e, args)
 
     def combined(self, f: Fold, a: str, b: str, out: Lines) -> str:

@@ -51,7 +51,7 @@ def spell(e: Expr, args: list[str]) -> str:
             a if r == mine else f"{mine}({a})" for a, r in zip(args[1:], theirs[1:], strict=True)
         )
         return f"({yes} if {args[0]} else {no})"
-    if e.op == "float":
+    if e.op in ("float", "sent"):
         return f"f32({args[0]})"
     if e.op == "int":
         return f"i32({args[0]})" if e.args[0].type == "bool" else f"_to_int({args[0]})"

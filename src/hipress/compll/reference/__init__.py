@@ -67,6 +67,7 @@ _OPS = {
     "log2": "np.asarray(np.log2(np.asarray({}, f64)), f32)",
     "sign": "np.sign({})",
     "float": "np.asarray({}, f32)",
+    "sent": "f32({})",
     "round_f16": "_round_f16({})",
     "round_bf16": "_round_bf16({})",
     "finite": "np.isfinite({})",
@@ -168,7 +169,8 @@ class _Printer:
         if e.op in ("bnum", "bstart", "blen"):
             return {"bnum": "i64(t)", "bstart": "i64(a)", "blen": "i64(m)"}[e.op]
         if e.op in ("uniform", "bits32"):
-            return f"_{e.op}({args[0]}, {e.attr}, rng)"
+            rng = "rng" if len(args) == 1 else f"(int({args[1]}), 0, 0)"
+            return f"_{e.op}({args[0]}, {e.attr}, {rng})"
         if e.op == "fold":
             return self.folds[e.attr]
         if e.op == "int":
@@ -382,7 +384,10 @@ class _Printer:
         where = self.fresh()
         out(f"{where} = _whole({index}, {length})")
         out(f"if np.any(({where} < 0) | ({where} >= {size})):")
-        out('    return "an index in the payload is out of range"')
+        if self.kernel.input is None:
+            out('    return "an index in the payload is out of range"')
+        else:
+            out('    raise IndexError("an index of a scatter is out of range")')
         total = self.fresh()
         self._alloc(p.array)
         if p.clear:
