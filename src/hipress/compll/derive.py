@@ -25,7 +25,20 @@ from hipress.compll.arrays import (
     convert,
 )
 from hipress.compll.graph import Graph
-from hipress.compll.ir import Array, Expr, Fold, Kernel, Section, pass_loads, pass_stores
+from hipress.compll.ir import (
+    Array,
+    Expr,
+    Fold,
+    Kernel,
+    Pass,
+    Scan,
+    Scatter,
+    Section,
+    Select,
+    Sorting,
+    pass_loads,
+    pass_stores,
+)
 from hipress.compll.passes import NotFusable, schedule, validate
 from hipress.compll.scope import ParamValue, Part, Signature
 
@@ -114,7 +127,7 @@ def _encode_kernel(
     all_states = (*states, *extra)
     written = [w.array for w in draft.writes if w.array in all_states]
     passes = schedule(draft, flag, written)
-    used = {a for p in passes for a in (*pass_loads(p), *(s.array for s in pass_stores(p)))}
+    used = _used(passes)
     all_states = tuple(s for s in all_states if s in used)  # an option may leave one idle
     validate(passes, {x, *all_states})
     return Kernel(
@@ -122,7 +135,7 @@ def _encode_kernel(
         passes=passes,
         sections=tuple(sections),
         states=all_states,
-        temps=tuple(draft.temps),
+        temps=tuple(t for t in draft.temps if t in _used(passes)),
         limits=draft.limits,
         input=x,
         output=None,
@@ -167,7 +180,7 @@ def decode_kernel(
         passes=passes,
         sections=sections,
         states=(),
-        temps=tuple(draft.temps),
+        temps=tuple(t for t in draft.temps if t in _used(passes)),
         limits=draft.limits,
         input=None,
         output=out,
@@ -284,6 +297,17 @@ def _memory(part: Part) -> Array:
         return part.value.attr  # type: ignore[no-any-return]
     assert isinstance(part.value, Stored)
     return part.value.array
+
+
+def _used(passes: tuple[Pass, ...]) -> set[Array]:
+    """The memory that some passes read or write."""
+    sorts = [p.sort for p in passes if isinstance(p, Select | Sorting)]
+    used = {a for s in sorts for a in (s.values, s.keys) if a is not None}
+    for p in passes:
+        used.update(pass_loads(p), (s.array for s in pass_stores(p)))
+        if isinstance(p, Scan | Scatter):
+            used.add(p.array)
+    return used
 
 
 def _params(roles: Signature, *ours: str) -> tuple[str, ...]:

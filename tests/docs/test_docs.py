@@ -1,0 +1,357 @@
+"""What README.md and docs/ say is run: programs, Python, commands with their output, tables.
+
+    ```c [FILE]       a program, whole or one of two functions with the same stem on the page
+    ```python         run, all blocks of a page in order, in one namespace
+    ```console        `$ hipress ...` and what it prints; a line of three dots stands for any lines
+    ```text [FILE]    not looked at
+    ```sh             not looked at
+
+A block with a FILE is saved under that name in the folder where the page is run. Tables whose
+header is `expression | number`, `expression | array` or `statement | x` are computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hipress
+from hipress.cli.main import main
+from hipress.codecs import table, wrappers
+from hipress.codecs.program import ProgramCodec
+from hipress.compll import ast, build
+from hipress.compll.operators import OPERATORS
+from hipress.compll.parse import parse
+from hipress.errors import HipressError, ProgramError
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text("utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+LANGUAGES = {"c", "console", "python", "sh", "text"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    file: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: str, text: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found = []
+    fences = re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    for fence in fences:
+        language, _, file = fence[1].strip().partition(" ")
+        line = text.count("\n", 0, fence.start()) + 2
+        found.append(Block(page, line, language, file.strip(), fence[2]))
+    return found
+
+
+every_page = pytest.mark.parametrize("page", PAGES)
+
+
+# --- the pages themselves ------------------------------------------------------------------------
+
+
+def bad_fences(page: str, text: str) -> list[str]:
+    """Blocks that say no known language, and so would not be looked at by mistake."""
+    found = [
+        f"{b.place}: {b.language!r}" for b in blocks(page, text) if b.language not in LANGUAGES
+    ]
+    if len(re.findall(r"^```", text, re.MULTILINE)) != 2 * len(blocks(page, text)):
+        found.append(f"{page}: a fence is not closed")
+    return found
+
+
+def bad_links(text: str, folder: Path) -> list[str]:
+    """Relative links that lead nowhere: to a file, or to a heading of the same page."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+    found = []
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        target, _, anchor = link.partition("#")
+        if target.startswith("http"):
+            continue
+        if target and not (folder / target).exists():
+            found.append(link)
+        elif not target and anchor not in anchors:
+            found.append(link)
+    return found
+
+
+@every_page
+def test_fences(page: str) -> None:
+    assert bad_fences(page, PAGES[page]) == []
+
+
+@every_page
+def test_links(page: str) -> None:
+    assert bad_links(PAGES[page], (ROOT / page).parent) == []
+
+
+@every_page
+def test_text(page: str) -> None:
+    assert PAGES[page].isascii()
+    assert not re.search(r"(?<![\w~$./])/(home|root|work|tmp|usr)\b", PAGES[page])
+
+
+def test_checks_of_pages_can_fail() -> None:
+    assert bad_fences("p", "```rust\nx\n```\n") == ["p:2: 'rust'"]
+    assert bad_fences("p", "a\n```c\nx\n") == ["p: a fence is not closed"]
+    assert bad_links("[a](nowhere.md) [b](#there)\n# Here\n", ROOT) == ["nowhere.md", "#there"]
+    assert bad_links("[a](README.md) [b](#so-it-is)\n# So it is!\n", ROOT) == []
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+def programs(page: str, text: str) -> Iterator[tuple[str, build.Program]]:
+    """The programs of a page; a block with one function needs the other in a block of its own."""
+    halves: dict[str, tuple[Block, ast.Source, ast.Function]] = {}
+    for block in (b for b in blocks(page, text) if b.language == "c"):
+        source = parse(block.text, file=block.place)
+        if len(source.functions) == 2:
+            yield block.place, build.parse_program(block.text, file=block.place)
+            continue
+        (function,) = source.functions
+        assert function.name not in halves, f"{block.place}: {function.name} is there twice"
+        halves[function.name] = (block, source, function)
+    for name, (block, *encode) in halves.items():
+        mate = re.sub("Encode$|Decode$", lambda m: _OTHER[m[0]], name)
+        assert mate in halves, f"{block.place}: {name} has no {mate} on this page"
+        if name.endswith("Encode"):
+            yield block.place, build.make_program((encode[0], encode[1]), halves[mate][1:])
+
+
+_OTHER = {"Encode": "Decode", "Decode": "Encode"}
+
+
+def run_program(program: build.Program) -> None:
+    """Both backends render it; the reference encodes, decodes, and feeds back."""
+    bound = program.bind({p.name: 2 for p in program.params if p.default is None})
+    for backend in build.BACKENDS:
+        compile(bound.source(backend), f"<{backend}>", "exec")
+    codec = ProgramCodec(bound, name=program.name, backend="reference")
+    x = torch.linspace(-1, 1, 1000)
+    payload = codec.encode(x, codec.init(x))
+    assert payload.numel() == codec.wire_bytes(1000)
+    assert codec.decode(payload).isfinite().all()
+    fed_back = wrappers.feedback(codec)
+    state = fed_back.init(x)
+    decoded = fed_back.decode(fed_back.encode(x, state))
+    torch.testing.assert_close(decoded + state["residual"], x)
+
+
+@every_page
+def test_programs(page: str) -> None:
+    for place, program in programs(page, PAGES[page]):
+        try:
+            run_program(program)
+        except HipressError as error:
+            pytest.fail(f"{place}: {error}")
+
+
+ENCODE = "void XEncode(float* g, uint8* c) { c = concat(g); }\n"
+
+
+def test_check_of_programs_can_fail() -> None:
+    with pytest.raises(AssertionError, match="XEncode has no XDecode"):
+        list(programs("p", f"```c\n{ENCODE}```\n"))
+    with pytest.raises(ProgramError, match="p:2:1:6"):
+        list(programs("p", "```c\nvoid {\n```\n"))
+    wrong = ENCODE + "void XDecode(uint8* c, float* g) { uint8* y; extract(c, y); g = y; }\n"
+    ((_, program),) = programs("p", f"```c\n{wrong}```\n")
+    with pytest.raises(ProgramError, match="reads uint8"):
+        run_program(program)
+
+
+# --- Python and commands -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def save_files(page: str, text: str) -> None:
+    for block in blocks(page, text):
+        if block.file:
+            Path(block.file).write_text(block.text, "utf-8")
+
+
+def run_python(page: str, text: str) -> dict[str, Any]:
+    """The names that the Python blocks of a page leave behind."""
+    save_files(page, text)
+    names: dict[str, Any] = {}
+    for block in (b for b in blocks(page, text) if b.language == "python"):
+        code = "\n" * (block.line - 1) + block.text  # so that a traceback shows the page's line
+        exec(compile(code, str(ROOT / page), "exec"), names)
+    return names
+
+
+def run_console(page: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_files(page, text)
+    for block in (b for b in blocks(page, text) if b.language == "console"):
+        for session in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            command, _, expected = session.partition("\n")
+            program, *argv = shlex.split(command)
+            assert program == "hipress", f"{block.place}: {program} is not ours to run"
+            with pytest.raises(SystemExit):
+                main(argv)
+            said = "".join(capsys.readouterr())
+            pattern = re.escape(expected).replace(re.escape("...\n"), r"(.*\n)*?")
+            if not re.fullmatch(pattern, said):
+                pytest.fail(f"{block.place}: `{command}` says\n{said}", pytrace=False)
+
+
+@every_page
+def test_python(page: str, folder: Path) -> None:
+    run_python(page, PAGES[page])
+
+
+@every_page
+def test_console(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_console(page, PAGES[page], capsys)
+
+
+def test_checks_of_runs_can_fail(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError):
+        run_python("p", "```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    version = f"hipress {hipress.__version__}"
+    run_console("p", f"```console\n$ hipress --version\n{version}\n```\n", capsys)
+    run_console("p", "```console\n$ hipress --version\n...\n```\n", capsys)
+    with pytest.raises(pytest.fail.Exception, match="says"):
+        run_console("p", "```console\n$ hipress --version\nhipress 0\n```\n", capsys)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def rows(text: str, *header: str) -> list[tuple[str, ...]]:
+    """The cells of all tables with this header."""
+    head = r"\| " + r" \| ".join(map(re.escape, header)) + r" \|\n\|[-| ]+\|\n"
+    found = []
+    for body in re.findall(head + r"((?:\|.*\|\n)+)", text):
+        for line in body.splitlines():
+            cells = re.split(r"(?<!\\)\|", line)[1:-1]
+            found.append(tuple(c.strip().strip("`").replace("\\|", "|") for c in cells))
+    return found
+
+
+GRADIENT = [3.0, -1.0, 2.0, 0.0]
+PROGRAM = """
+void TEncode(float* a, uint8* c) {{
+    lambda_func add = [&](float x, float y) -> float {{ return x + y; }};
+    {statement}
+    c = concat(r);
+}}
+void TDecode(uint8* c, float* a) {{
+    {type} r;
+    extract(c, r);
+    a = map(range(a.size), [&](int i) -> float {{ return {element}; }});
+}}
+"""
+
+
+def computed(statement: str, *, is_array: bool) -> list[float]:
+    """What the program that holds `statement` sends as r."""
+    type_, element = ("float*", "r[i]") if is_array else ("float", "r")
+    text = PROGRAM.format(statement=statement, type=type_, element=element)
+    codec = ProgramCodec(build.parse_program(text).bind({}), name="t", backend="reference")
+    x = torch.tensor(GRADIENT)
+    body = codec.encode(x, codec.init(x))[80:]
+    return body.numpy().view(np.float32).tolist()
+
+
+def check_row(statement: str, value: str, *, is_array: bool) -> None:
+    expected = [float(number) for number in value.split(",")]
+    found = computed(statement, is_array=is_array)
+    padding = [0.0] * (len(found) - len(expected))
+    assert found == expected + padding, f"{statement} gives {found}"
+
+
+@every_page
+def test_tables_of_values(page: str) -> None:
+    for expression, value in rows(PAGES[page], "expression", "number"):
+        check_row(f"float r = {expression};", value, is_array=False)
+    for expression, value in rows(PAGES[page], "expression", "array"):
+        check_row(f"float* r = {expression};", value, is_array=True)
+    for statement, value in rows(PAGES[page], "statement", "x"):
+        check_row(f"{statement} float r = x;", value, is_array=False)
+
+
+def test_check_of_values_can_fail() -> None:
+    table_text = "| expression | number |\n| --- | --- |\n| `1 \\|\\| 0` | 1 |\n| `7 / 2` | 3.5 |\n"
+    good, bad = rows(table_text, "expression", "number")
+    assert good == ("1 || 0", "1")
+    check_row(f"float r = {good[0]};", good[1], is_array=False)
+    with pytest.raises(AssertionError, match="gives"):
+        check_row(f"float r = {bad[0]};", bad[1], is_array=False)
+
+
+def undescribed(text: str, names: list[str]) -> list[str]:
+    """Operators that no heading of the manual names."""
+    headings = " ".join(re.findall(r"^### (.*)$", text, re.MULTILINE))
+    return [name for name in names if name not in re.findall(r"\w+", headings)]
+
+
+def test_the_manual_describes_every_operator() -> None:
+    assert undescribed(PAGES["docs/compll.md"], list(OPERATORS)) == []
+    assert undescribed("### map, range\n", ["map", "range", "sort"]) == ["sort"]
+
+
+def test_the_table_of_codecs() -> None:
+    found = rows(
+        PAGES["README.md"], "codec", "what is sent", "times smaller", "error feedback by default"
+    )
+    assert [row[0].partition("(")[0] for row in found] == hipress.codecs.names()
+    for expression, _, ratio, feedback in found:
+        codec = hipress.codec(expression)
+        assert ratio == f"{4_000_000 / codec.wire_bytes(1_000_000):.1f}", expression
+        assert (feedback == "yes") == ("residual" in codec.init(torch.empty(8))), expression
+
+
+# --- the worked example --------------------------------------------------------------------------
+
+
+def test_the_worked_example_is_a_built_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small file and the line of the table from docs/adding-a-codec.md, in their places."""
+    page = "docs/adding-a-codec.md"
+    spec = run_python(page, PAGES[page])["SPEC"]
+    ((name, module),) = re.findall(r'^\s+"(\w+)": "([\w.]+)",$', PAGES[page], re.MULTILINE)
+    assert module == f"hipress.codecs.{name}"
+    assert spec.program == f"{name}.pse"
+    planted = types.ModuleType(module)
+    planted.SPEC = dataclasses.replace(spec, program=str(folder / spec.program))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module, planted)
+    monkeypatch.setitem(table.TABLE, name, module)
+    monkeypatch.setenv("HIPRESS_BACKEND", "reference")
+    assert hipress.codecs.describe(name).program == (folder / spec.program).read_text("utf-8")
+    x = torch.linspace(-1, 1, 1000)
+    for expression in (name, f"ef({name})", f"momentum({name})"):
+        codec = hipress.codec(expression)
+        assert codec.decode(codec.encode(x, codec.init(x))).shape == x.shape
