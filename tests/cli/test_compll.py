@@ -136,7 +136,7 @@ def test_show(run, lone, stage, expected, alone):
 def test_show_takes_wrappers_parameters_and_dtypes(run):
     code, out, err = run("show", "onebit", "--ef", "--momentum", "0.9", "--dtype", "bf16")
     assert (code, err) == (0, "")
-    assert out.startswith("OneBit(block=4096), bf16, feedback, momentum\n\nencode: 1 pass")
+    assert out.startswith("OneBit(block=4096, means=1), bf16, feedback, momentum, nesterov\n\nencode: 1 pass")
     assert "x         bfloat16[n]" in out and "@mu * momentum[i]" in out
     code, out, _ = run("show", "onebit", "--param", "block=64")
     assert code == 0 and "in blocks of 64" in out
@@ -230,14 +230,3 @@ def test_a_folder_with_the_name_of_a_codec_does_not_hide_it(run, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert run("build", "onebit")[0] == 0  # writes the folder onebit
     assert run("check", "onebit")[0] == 0
-
-
-def test_feedback_that_cannot_be_fused_is_told(run, monkeypatch):
-    from hipress.compll import passes
-
-    def refuse(*args, **kwargs):
-        raise passes.NotFusable
-
-    monkeypatch.setattr("hipress.compll.derive.schedule", refuse)
-    code, _, err = run("show", "onebit", "--ef")
-    assert code == 2 and "cannot be fused into the passes of OneBit" in err

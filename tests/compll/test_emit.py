@@ -266,6 +266,8 @@ void ClassEncode(float* gradient, uint8* compressed, P p, float global, inout fl
     float s = {total} + global;
     float* q = map(gradient, self, [&](float g, float h) -> float {{ return g * s + h; }});
     self = map(self, [&](float h) -> float {{ return h + 1.0; }});
+    class = map(class, [&](float h) -> float {{ return h + 2.0; }});
+    x = map(x, class, [&](float h, float c) -> float {{ return h + c; }});
     compressed = concat(q);
 }}
 void ClassDecode(uint8* compressed, float* gradient, P p, float global) {{
@@ -312,7 +314,7 @@ def test_awkward_names_work(named, backend):
     torch._dynamo.reset()
     run = encode if backend == "none" else torch.compile(encode, fullgraph=True, backend=backend)
     inner = ", ".join(f"{name}={value}" for name, value in values.items())
-    codec = hipress.codec(f"momentum('{path}'({inner}), mu=0.25)")
+    codec = hipress.codec(f"momentum('{path}'({inner}), mu=0.25, nesterov=false)")
     x, states = gradient(100), [torch.zeros(100) for _ in range(4)]
     state = codec.init(x)
     for _ in range(2):

@@ -99,13 +99,14 @@ def test_onebit_with_feedback_reads_as_it_runs():
         "    residual  float[n]   state\n"
         "    section0  float[s0]  payload\n"
         "    section1  uint1[n]   payload\n"
+        "    parameters: @rho\n"
         "    pass 1: loop over n, in blocks of 4096\n"
         "        phase 1\n"
-        "            v1 = x[i] + residual[i]\n"
+        "            v1 = x[i] + @rho * residual[i]\n"
         "            f0 = sum over the block of abs(v1), from 0.0\n"
         "            f1 = any over n of !finite(v1), the frame's non-finite flag\n"
         "        phase 2\n"
-        "            v2 = x[i] + residual[i]\n"
+        "            v2 = x[i] + @rho * residual[i]\n"
         "            v3 = v2 < 0.0\n"
         "            v4 = f0 / float(m)\n"
         "            v5 = v2 - (v3 ? -v4 : v4)\n"
@@ -137,7 +138,7 @@ def test_filters_sorts_scans_and_scatters():
     for line in (
         "s0 = int(min(float(n), max(1.0, ratio * float(n))))",
         "sorted0 = temp0 in ascending order, only [n - s0]",
-        "temp1[i] = temp1[i - 1] + int(abs(x[i] + residual[i]) == sorted0[n - s0]), "
+        "temp1[i] = temp1[i - 1] + int(abs(x[i] + @rho * residual[i]) == sorted0[n - s0]), "
         "the first from 0",
         "filter0: keep i where v2 < v4 || v4 == v2 && temp1[i] <= s0 - f1, the first s0",
         "emit section1 <- i",

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from hipress.compll.ast import Source
     from hipress.compll.build import Bound, Program
     from hipress.compll.derive import Variant
-    from hipress.compll.ir import Kernel
     from hipress.compll.scope import Param
 
 app = typer.Typer(no_args_is_help=True)
@@ -84,7 +83,6 @@ def build(
         mu=0.9 if momentum is None else momentum,
         required=tuple(p.name for p in _unset(program, given) if p.runtime),
     )
-    _kernels(package.bound, package.variant)
     written = package.write(output, parts)
     for path in written.files:
         print(f"wrote {path}")
@@ -117,7 +115,7 @@ def show(
     program = _program(file)
     bound = program.bind(_filled(program, _values(param)))
     variant = _variant(ef, momentum)
-    kernels = _kernels(bound, variant, dtype)
+    kernels = bound.kernels(dtype=dtype, variant=variant)
     if stage == "passes":
         print(f"{bound.title(dtype, variant)}\n")
         print(show_passes(kernels), end="")
@@ -235,19 +233,8 @@ def _variant(ef: bool, momentum: float | None) -> Variant:
 
     if momentum is not None and not 0 <= momentum < 1:
         raise UsageError(f"--momentum {momentum} must be at least 0 and below 1, e.g. 0.9.")
-    return Variant(feedback=ef, momentum=momentum is not None)
-
-
-def _kernels(bound: Bound, variant: Variant, dtype: str = "f32") -> tuple[Kernel, ...]:
-    from hipress.compll.passes import NotFusable
-
-    try:
-        return bound.kernels(dtype=dtype, variant=variant)
-    except NotFusable:
-        raise UsageError(
-            f"error feedback or momentum cannot be fused into the passes of {bound.program.name}; "
-            "build it without them: hipress.codec('ef(...)') puts them around its kernels."
-        ) from None
+    wanted = momentum is not None
+    return Variant(feedback=ef, momentum=wanted, nesterov=wanted)  # as momentum(...) has it
 
 
 # What `check` finds.
@@ -299,7 +286,6 @@ def _report(bound: Bound) -> list[tuple[str, str]]:
     from hipress.compll.cost import cost
     from hipress.compll.derive import Variant
     from hipress.compll.lone import LoneBound
-    from hipress.compll.passes import NotFusable
 
     values = dict(bound.values)
     params = [f"{p.elem} {p.name} = {values[p.name]}" for p in bound.program.params]
@@ -309,11 +295,8 @@ def _report(bound: Bound) -> list[tuple[str, str]]:
         return [*rows, ("kernels", f"none without {lone.missing}")]
     rows += [(kernel.name, str(cost(kernel))) for kernel in bound.kernels()]
     if lone is None:
-        try:
-            fed_back = str(cost(bound.kernels(variant=Variant(feedback=True))[0]))
-        except NotFusable:
-            fed_back = "cannot be fused: goes around the kernels"
-        rows.insert(2, ("encode, ef", fed_back))
+        fed_back = bound.kernels(variant=Variant(feedback=True))[0]
+        rows.insert(2, ("encode, ef", str(cost(fed_back))))
     num_bytes = frame_bytes([bound.body_bytes()(NUMEL)])
     ratio = f"{4 * NUMEL / num_bytes:.1f} times smaller than float32"
     return [*rows, ("wire", f"{num_bytes:,} bytes for {NUMEL:,} elements, {ratio}")]

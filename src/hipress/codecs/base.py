@@ -92,5 +92,54 @@ class Codec(ABC):
     def wire_bytes(self, numel: int) -> int:
         """Bytes of the frame of a tensor with `numel` elements."""
 
+    @abstractmethod
+    def aggregator(self, num_workers: int) -> Codec:
+        """The codec for the way back: whoever averages the workers' gradients encodes with it.
+
+        It has a state and a size of its own. Momentum is not applied a second time; sparse codecs
+        have room for the union of what the workers picked.
+
+        Args:
+            num_workers: How many gradients are averaged.
+
+        Example:
+            >>> import hipress
+            >>> hipress.codec("dgc(ratio=0.001)").aggregator(4).name
+            'topk(ratio=0.004)'
+        """
+
+    @property
+    def shares_stream(self) -> bool:
+        """Whether all ranks, the aggregator among them, must be given one `stream`.
+
+        Others round at random, and their errors cancel only if each rank has its own.
+
+        Example:
+            >>> import hipress
+            >>> hipress.codec("randomk").shares_stream, hipress.codec("terngrad").shares_stream
+            (True, False)
+        """
+        return False
+
+    @property
+    def phases(self) -> tuple[tuple[int, Codec], ...]:
+        """First step and codec of each phase of training; all phases share one state."""
+        return ((0, self),)
+
+    def phase(self, step: int) -> Codec:
+        """The codec for a step of training: itself, unless its rate changes over time.
+
+        Example:
+            >>> import hipress
+            >>> c = hipress.codec("dgc(ratio=0.001, warmup=400)")
+            >>> [c.phase(s).wire_bytes(10**6) for s in (0, 399, 400)]
+            [2000112, 32112, 8112]
+        """
+        return [codec for start, codec in self.phases if start <= step or start == 0][-1]
+
+    def max_wire_bytes(self, numel: int) -> int:
+        """Bytes that hold the frame of any phase."""
+        return max(codec.wire_bytes(numel) for _, codec in self.phases)
+
     def __repr__(self) -> str:
         return f"codec({self.name!r})"

@@ -1,6 +1,6 @@
-"""`onebit(block=4096)`: signs, and one scale per block."""
+"""`onebit(block=4096, means=1)`: signs, and one or two values per block."""
 
-from hipress.codecs.spec import Option, Spec
+from hipress.codecs.spec import Option, Spec, number
 
 SPEC = Spec(
     program="onebit.pse",
@@ -12,8 +12,15 @@ SPEC = Spec(
             name="block",
             default=4096,
             rule="a multiple of 8 from 64 to 65536",
-            allowed=lambda v: isinstance(v, int) and 64 <= v <= 65536 and v % 8 == 0,
+            allowed=lambda v: number(v) and 64 <= v <= 65536 and v % 8 == 0,
             about="elements that share a scale",
+        ),
+        Option(
+            name="means",
+            default=1,
+            rule="1 (mean magnitude) or 2 (mean of each sign, as in the paper)",
+            allowed=lambda v: number(v) and v in (1, 2),
+            about="values per block",
         ),
     ),
 )

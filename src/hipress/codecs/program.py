@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +21,21 @@ from hipress.compll.ir import MAX_NUMEL
 from hipress.compll.threads import runner
 from hipress.errors import FrameError, UsageError
 
+RESERVED = {"seed", "stream", "step", "lr_ratio"}
+"""Keys of a state that no program can take."""
+
 HEAD_BYTES = frame.frame_bytes([0])
 """Header and table of a frame with one body."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The codecs that belong to a codec of the table."""
+
+    back: Callable[[int, bool], Codec | None] = lambda workers, feedback: None
+    """For the way back, from the number of workers and whether there is feedback; None: itself."""
+    phases: Callable[[], list[tuple[int, Codec]]] = list
+    """First step and codec of each phase; none where there is one only."""
 
 
 class ProgramCodec(Codec):
@@ -32,6 +47,8 @@ class ProgramCodec(Codec):
         variant: Wrappers that are fused into its encode.
         mu: The momentum factor, where `variant` has momentum.
         backend: A CompLL backend; by default what `HIPRESS_BACKEND` says at each call.
+        family: Where it comes from, if that decides the way back or has phases.
+        shares_stream: Whether all ranks must draw the same random numbers.
     """
 
     def __init__(
@@ -42,15 +59,25 @@ class ProgramCodec(Codec):
         variant: Variant = PLAIN,
         mu: float = 0.9,
         backend: str | None = None,
+        family: Family | None = None,
+        shares_stream: bool = False,
     ) -> None:
         self.bound = bound
         self.variant = variant
         self.mu = mu
         self._name = name
         self._backend = backend
+        self._family = family or Family()
+        self._shares_stream = shares_stream
         # Made now, not at first use: a wrong program, or a wrapper that cannot be fused, shows.
         self._kernel = bound.kernels(variant=variant)[0]
         self._body_bytes = bound.body_bytes()
+        taken = sorted(set(self._state_names) & RESERVED)
+        if taken:
+            raise UsageError(
+                f"{name}: a state cannot be called {taken[0]!r}, a codec's state has one already; "
+                "rename it in the program."
+            )
 
     @property
     def name(self) -> str:
@@ -68,9 +95,32 @@ class ProgramCodec(Codec):
         chosen = self._backend or settings.backend()
         return "cpu" if chosen == "auto" else chosen
 
-    def with_variant(self, variant: Variant, name: str, mu: float = 0.9) -> ProgramCodec:
+    def with_variant(
+        self, variant: Variant, name: str, mu: float = 0.9, family: Family | None = None
+    ) -> ProgramCodec:
         """The same program under other wrappers."""
-        return ProgramCodec(self.bound, name=name, variant=variant, mu=mu, backend=self._backend)
+        return ProgramCodec(
+            self.bound,
+            name=name,
+            variant=variant,
+            mu=mu,
+            backend=self._backend,
+            family=family or self._family,
+            shares_stream=self._shares_stream,
+        )
+
+    def aggregator(self, num_workers: int) -> Codec:
+        if num_workers < 1:
+            raise UsageError(f"an aggregator of {num_workers} workers; there is at least one.")
+        return self._family.back(num_workers, self.variant.feedback) or self
+
+    @property
+    def shares_stream(self) -> bool:
+        return self._shares_stream
+
+    @property
+    def phases(self) -> tuple[tuple[int, Codec], ...]:
+        return tuple(self._family.phases()) or ((0, self),)
 
     def wire_bytes(self, numel: int) -> int:
         if not 0 <= numel <= MAX_NUMEL:
@@ -102,7 +152,7 @@ class ProgramCodec(Codec):
             body[:] = 0
         elif self._run_encode(loaded, x, body, states, rng, lr_ratio(state)):
             frame.set_flag(data, frame.FLAG_NONFINITE)
-        if state is not None and "step" in state:
+        if state is not None and self._kernel.random:
             state["step"] += 1
         return payload
 

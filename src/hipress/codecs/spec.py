@@ -1,10 +1,12 @@
-"""The description of a built-in codec: what its small file holds."""
+"""The description of a codec: what its small file holds, here or in another package."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+Value = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,13 +14,15 @@ class Option:
     """One option of a codec's expression."""
 
     name: str
-    default: bool | int | float
+    default: Value
     rule: str
     """What is allowed, in words."""
     allowed: Callable[[Any], bool]
-    param: str = ""
-    """The program's parameter, where its name differs."""
     about: str = ""
+
+
+def _same(options: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +30,38 @@ class Spec:
     """A codec of the table."""
 
     program: str
-    """File name of its program, beside this module."""
+    """File name of its CompLL program."""
     summary: str
     """One line: what it sends."""
     paper: str
     options: tuple[Option, ...] = ()
+    params: Callable[[Mapping[str, Any]], dict[str, Any]] = _same
+    """The program's parameters, from the options."""
     feedback: bool = False
     """Whether it needs error feedback to converge, and so has it unless `ef=false`."""
+    back: Callable[[Mapping[str, Any], int], str] | None = None
+    """The expression of the way back for some options and workers; the codec itself if None."""
+    phases: Callable[[Mapping[str, Any]], list[tuple[int, dict[str, Any]]]] | None = None
+    """First step and changed options of each phase, where the rate changes over time."""
+    shares_stream: bool = False
+    """Whether all ranks must draw the same random numbers, e.g. to pick the same places."""
+    package: str = "hipress.codecs"
+    """The package whose folder holds the program."""
 
 
 def share(value: Any) -> bool:
     """Whether an option is a share of the gradient: above 0, at most 1."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+    return number(value) and 0 < value <= 1
+
+
+def number(value: Any) -> bool:
+    """Whether an option is a number (true and false are not)."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def truth(value: Any) -> bool:
+    """Whether an option is true or false."""
+    return isinstance(value, bool)
+
+
+RATIO_RULE = "above 0, at most 1"

@@ -7,13 +7,13 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
+from importlib import metadata, resources
 from typing import Any
 
 from hipress.codecs import expression, wrappers
 from hipress.codecs.base import Codec
 from hipress.codecs.expression import Call, Value
-from hipress.codecs.program import ProgramCodec
+from hipress.codecs.program import Family, ProgramCodec
 from hipress.codecs.spec import Option, Spec
 from hipress.compll.build import Program, parse_program, read_program
 from hipress.compll.derive import Variant
@@ -23,12 +23,21 @@ TABLE = {
     "none": "hipress.codecs.none",
     "fp16": "hipress.codecs.fp16",
     "bf16": "hipress.codecs.bf16",
+    "int8": "hipress.codecs.int8",
     "onebit": "hipress.codecs.onebit",
-    "minmax": "hipress.codecs.minmax",
+    "tbq": "hipress.codecs.tbq",
     "terngrad": "hipress.codecs.terngrad",
+    "minmax": "hipress.codecs.minmax",
+    "dithering": "hipress.codecs.dithering",
+    "dgc": "hipress.codecs.dgc",
+    "graddrop": "hipress.codecs.graddrop",
     "topk": "hipress.codecs.topk",
+    "randomk": "hipress.codecs.randomk",
 }
-"""Name of a codec: the module whose `SPEC` describes it."""
+"""Name of a built-in codec: the module whose `SPEC` describes it."""
+
+ENTRY_POINTS = "hipress.codecs"
+"""The group of entry points where other packages name a `Spec` of theirs."""
 
 WRAPPERS = ("ef", "momentum")
 
@@ -41,7 +50,7 @@ class Description:
     summary: str
     paper: str
     options: Mapping[str, str]
-    """Each option with its default, its rule and what it is."""
+    """Each option with its default, what it is and its rule."""
     feedback: bool
     """Whether error feedback is on unless `ef=false`."""
     program: str
@@ -49,13 +58,13 @@ class Description:
 
 
 def names() -> list[str]:
-    """The built-in codecs.
+    """The codecs at hand: built-in ones, then those of other packages.
 
     Example:
         >>> "onebit" in names()
         True
     """
-    return list(TABLE)
+    return [*TABLE, *sorted(_others())]
 
 
 def describe(name: str) -> Description:
@@ -123,17 +132,45 @@ def _build(call: Call) -> Codec:
     if asked is not None and not isinstance(asked, bool):
         raise UsageError(f"{call.name}: ef={_shown(asked)} must be true or false.")
     if call.is_path:
-        bound = read_program(call.name).bind(options)
-        plain = ProgramCodec(bound, name=str(call))
-        return wrappers.feedback(plain) if asked else plain
+        plain = ProgramCodec(read_program(call.name).bind(options), name=str(call))
+        return plain.with_variant(Variant(feedback=True), str(call)) if asked else plain
     spec = _spec(call.name)
-    values = {o.param or o.name: _option(call.name, o, options) for o in spec.options}
+    values = {o.name: _option(call.name, o, options) for o in spec.options}
     if options:
         known = ", ".join([*(o.name for o in spec.options), "ef"])
         raise UsageError(f"{call.name} has no option {next(iter(options))!r}; it takes: {known}.")
-    plain = ProgramCodec(_program(call.name).bind(values), name=str(call))
+    bound = _program(call.name).bind(spec.params(values))
+    plain = ProgramCodec(
+        bound,
+        name=str(call),
+        family=_family(call, spec, values),
+        shares_stream=spec.shares_stream,
+    )
     wanted = spec.feedback if asked is None else asked
     return plain.with_variant(Variant(feedback=True), str(call)) if wanted else plain
+
+
+def _family(call: Call, spec: Spec, values: dict[str, Any]) -> Family:
+    """The codecs that belong to one: for the way back, and for other phases of training."""
+
+    def back(num_workers: int, feedback: bool) -> Codec | None:
+        if spec.back is None:
+            return None
+        return codec(spec.back({**values, "ef": feedback}, num_workers))
+
+    def phases() -> list[tuple[int, Codec]]:
+        rows = [] if spec.phases is None else spec.phases(values)
+        asked = [(name, value) for name, value in call.options if name == "ef"]
+        return [
+            (start, _phase(call.name, {**values, **changed, "warmup": 0}, asked))
+            for start, changed in rows
+        ]
+
+    return Family(back, phases)
+
+
+def _phase(name: str, values: dict[str, Any], asked: list[tuple[str, Value]]) -> Codec:
+    return _cached(str(Call(name, (), (*values.items(), *asked))))
 
 
 def _wrap(call: Call) -> Codec:
@@ -145,7 +182,7 @@ def _wrap(call: Call) -> Codec:
         if options:
             raise UsageError(f"ef has no option {next(iter(options))!r}; it takes none.")
         return wrappers.feedback(inner)
-    mu, nesterov = options.pop("mu", 0.9), options.pop("nesterov", False)
+    mu, nesterov = options.pop("mu", 0.9), options.pop("nesterov", True)
     if options:
         raise UsageError(f"momentum has no option {next(iter(options))!r}; it takes: mu, nesterov.")
     if isinstance(mu, bool | str) or not isinstance(nesterov, bool):
@@ -158,13 +195,10 @@ def _wrap(call: Call) -> Codec:
 
 def _option(codec_name: str, option: Option, options: dict[str, Value]) -> Any:
     value = options.pop(option.name, option.default)
-    try:
-        fits = option.allowed(value)
-    except TypeError:  # a word where a number belongs
-        fits = False
-    if not fits:
+    if not option.allowed(value):
         raise UsageError(f"{codec_name}: {option.name}={_shown(value)} must be {option.rule}.")
-    return value
+    whole = isinstance(option.default, int) and not isinstance(option.default, bool)
+    return int(value) if whole else value
 
 
 def _shown(value: Value) -> str:
@@ -172,20 +206,45 @@ def _shown(value: Value) -> str:
 
 
 def _spec(name: str) -> Spec:
-    if name not in TABLE:
-        close = difflib.get_close_matches(name, [*TABLE, *WRAPPERS], n=1)
+    if name in TABLE:
+        spec = importlib.import_module(TABLE[name]).SPEC
+    elif name in (others := _others()):
+        spec = _load(others[name])
+    else:
+        known = names()
+        close = difflib.get_close_matches(name, [*known, *WRAPPERS], n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UsageError(
-            f"no codec {name!r}; there are: {', '.join(TABLE)}, wrapped by "
+            f"no codec {name!r}; there are: {', '.join(known)}, wrapped by "
             f"{' and '.join(WRAPPERS)}, or the path of a .pse program.{hint}"
         )
-    spec = importlib.import_module(TABLE[name]).SPEC
     assert isinstance(spec, Spec)
     return spec
 
 
+def _others() -> dict[str, metadata.EntryPoint]:
+    """Codecs of other packages; a built-in name cannot be taken."""
+    found = metadata.entry_points(group=ENTRY_POINTS)
+    return {point.name: point for point in found if point.name not in TABLE}
+
+
+def _load(point: metadata.EntryPoint) -> Spec:
+    try:
+        spec = point.load()
+    except Exception as error:  # whatever that package does when it is imported
+        raise UsageError(
+            f"the codec {point.name!r} of {point.value!r} cannot be loaded: {error}."
+        ) from error
+    if not isinstance(spec, Spec):
+        raise UsageError(
+            f"the entry point {point.name!r} gives {type(spec).__name__}; it must name a "
+            "hipress.codecs.spec.Spec."
+        )
+    return spec
+
+
 def _text(spec: Spec) -> str:
-    return resources.files("hipress.codecs").joinpath(spec.program).read_text("utf-8")
+    return resources.files(spec.package).joinpath(spec.program).read_text("utf-8")
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,7 @@
 """`terngrad(clip=2.5)`: -s, 0 or s at random, the mean kept."""
 
-from hipress.codecs.spec import Option, Spec
+from hipress.codecs.dithering import MAX_LEVELS
+from hipress.codecs.spec import Option, Spec, number
 
 SPEC = Spec(
     program="terngrad.pse",
@@ -11,8 +12,12 @@ SPEC = Spec(
             name="clip",
             default=2.5,
             rule="0 (off) or more",
-            allowed=lambda v: not isinstance(v, bool) and 0 <= v <= 1e6,
+            allowed=lambda v: number(v) and 0 <= v <= 1e6,
             about="elements are clipped to this many standard deviations",
         ),
+    ),
+    # The paper's way back: a mean of N ternary values has 2 N + 1 levels.
+    back=lambda o, workers: (
+        f"dithering(levels={min(workers, MAX_LEVELS)}, ef={'true' if o['ef'] else 'false'})"
     ),
 )

@@ -1,17 +1,17 @@
 """`topk(ratio=0.01, exact=false)`: the largest elements by magnitude."""
 
-from hipress.codecs.spec import Option, Spec, share
+from hipress.codecs.spec import RATIO_RULE, Option, Spec, share, truth
 
 SPEC = Spec(
     program="topk.pse",
     summary="indices and values of the largest elements by magnitude",
-    paper="Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017",
+    paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018",
     feedback=True,
     options=(
         Option(
             name="ratio",
             default=0.01,
-            rule="above 0, at most 1",
+            rule=RATIO_RULE,
             allowed=share,
             about="share of the elements that is sent",
         ),
@@ -19,15 +19,20 @@ SPEC = Spec(
             name="exact",
             default=False,
             rule="true or false",
-            allowed=lambda v: v in (True, False),
+            allowed=truth,
             about="exactly the largest, or all above a threshold estimated from a sample",
         ),
         Option(
             name="sample",
             default=0.01,
-            rule="above 0, at most 1",
+            rule=RATIO_RULE,
             allowed=share,
             about="share of the elements in that sample (at least 4096)",
         ),
+    ),
+    # Workers pick different elements: the way back has room for all of them.
+    back=lambda o, workers: (
+        f"topk(ratio={min(1.0, o['ratio'] * workers)!r}, "
+        f"exact={'true' if o['exact'] else 'false'}, sample={o['sample']!r})"
     ),
 )

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 
 from hipress.codecs.base import Codec, State, lr_ratio
-from hipress.codecs.program import ProgramCodec
+from hipress.codecs.program import Family, ProgramCodec
 from hipress.compll.derive import Variant
-from hipress.compll.passes import NotFusable
 from hipress.errors import UsageError
 
 
@@ -23,27 +22,22 @@ def feedback(inner: Codec) -> Codec:
         raise UsageError(
             f"ef({inner.name}) would feed back what momentum made; write momentum(ef(...)) instead."
         )
-    return _fused(inner, Variant(feedback=True), f"ef({inner.name})") or Feedback(inner)
+    if isinstance(inner, ProgramCodec):
+        return inner.with_variant(Variant(feedback=True), f"ef({inner.name})")
+    return Feedback(inner)
 
 
-def momentum(inner: Codec, *, mu: float = 0.9, nesterov: bool = False) -> Codec:
+def momentum(inner: Codec, *, mu: float = 0.9, nesterov: bool = True) -> Codec:
     """`momentum(inner, mu=..., nesterov=...)`: the momentum of the gradients is sent."""
     if not 0 <= mu < 1:
         raise UsageError(f"momentum: mu={mu} must be at least 0 and below 1, e.g. 0.9.")
     feeds_back = isinstance(inner, ProgramCodec) and inner.variant.feedback
-    variant = Variant(feedback=feeds_back, momentum=True, nesterov=nesterov)
-    fused = _fused(inner, variant, _momentum_name(inner, mu, nesterov), mu)
-    return fused or Momentum(inner, mu=mu, nesterov=nesterov)
-
-
-def _fused(inner: Codec, variant: Variant, name: str, mu: float = 0.9) -> Codec | None:
-    """The wrapper inside the program's kernels, where its passes allow."""
     if not isinstance(inner, ProgramCodec) or inner.variant.momentum:
-        return None
-    try:
-        return inner.with_variant(variant, name, mu)
-    except NotFusable:
-        return None
+        return Momentum(inner, mu=mu, nesterov=nesterov)
+    variant = Variant(feedback=feeds_back, momentum=True, nesterov=nesterov)
+    # Momentum is for the workers: on the way back it would be applied a second time.
+    family = Family(back=lambda workers, _: inner.aggregator(workers))
+    return inner.with_variant(variant, _momentum_name(inner, mu, nesterov), mu, family)
 
 
 def _momentum_name(inner: Codec, mu: float, nesterov: bool) -> str:
@@ -60,8 +54,15 @@ class _Wrapper(Codec):
     def codec_hash(self) -> int:
         return self.inner.codec_hash
 
+    @property
+    def shares_stream(self) -> bool:
+        return self.inner.shares_stream
+
     def wire_bytes(self, numel: int) -> int:
         return self.inner.wire_bytes(numel)
+
+    def aggregator(self, num_workers: int) -> Codec:
+        return self.inner.aggregator(num_workers)
 
     def decode(
         self,
@@ -88,19 +89,27 @@ class _Wrapper(Codec):
 class Feedback(_Wrapper):
     """Error feedback by the book: c = g + r; p = encode(c); r = c - decode(p)."""
 
+    def __init__(self, inner: Codec) -> None:
+        super().__init__(inner)
+        own = set(inner.init(torch.zeros(0)))
+        self._residual = "added_residual" if "residual" in own else "residual"
+
     @property
     def name(self) -> str:
         return f"ef({self.inner.name})"
 
+    def aggregator(self, num_workers: int) -> Codec:
+        return feedback(self.inner.aggregator(num_workers))
+
     def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
         state = self.inner.init(x, seed=seed, stream=stream)
-        state["residual"] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
+        state[self._residual] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
         return state
 
     def encode(
         self, x: torch.Tensor, state: State | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        residual = self._memory("residual", x, state)
+        residual = self._memory(self._residual, x, state)
         corrected = x.detach().reshape(-1).float() + residual * lr_ratio(state)
         payload = self.inner.encode(corrected, state, out=out)
         left = self.inner.decode(payload)
@@ -113,7 +122,7 @@ class Feedback(_Wrapper):
 class Momentum(_Wrapper):
     """m = mu * m + g is sent; with Nesterov's look-ahead, g + mu * m."""
 
-    def __init__(self, inner: Codec, *, mu: float = 0.9, nesterov: bool = False) -> None:
+    def __init__(self, inner: Codec, *, mu: float = 0.9, nesterov: bool = True) -> None:
         super().__init__(inner)
         self.mu = mu
         self.nesterov = nesterov

@@ -24,10 +24,10 @@ from hipress import settings
 from hipress.compll import ast, check, derive
 from hipress.compll.derive import PLAIN, Pair, Variant
 from hipress.compll.ir import Kernel
-from hipress.compll.parse import parse
+from hipress.compll.parse import fail, parse
 from hipress.compll.render import HOST_PRELUDE, body_bytes_source
 from hipress.compll.scope import Param, ParamValue
-from hipress.errors import BackendError, ProgramError, UsageError
+from hipress.errors import BackendError, UsageError
 
 BACKENDS = {
     "reference": "hipress.compll.reference",
@@ -292,17 +292,14 @@ def _read(path: Path) -> ast.Source:
 def _functions(source: ast.Source) -> tuple[ast.Function | None, ast.Function | None]:
     found: dict[str, ast.Function] = {}
     for function in source.functions:
-        for kind in ("Encode", "Decode"):
-            if function.name.endswith(kind):
-                if kind in found:
-                    raise ProgramError(
-                        file=source.file,
-                        line=function.pos.line,
-                        column=function.pos.column,
-                        source_line=source.text.splitlines()[function.pos.line - 1],
-                        message=f"a second function ending in {kind}; a file holds one program",
-                    )
-                found[kind] = function
+        kind = next((k for k in ("Encode", "Decode") if function.name.endswith(k)), None)
+        if kind is None:
+            message = f"the name {function.name!r} must end in Encode or Decode"
+            fail(source.file, source.text, function.pos, message)
+        if kind in found:
+            message = f"a second function ending in {kind}; a file holds one program"
+            fail(source.file, source.text, function.pos, message)
+        found[kind] = function
     return found.get("Encode"), found.get("Decode")
 
 

@@ -24,7 +24,7 @@ from hipress.compll.arrays import (
     convert,
 )
 from hipress.compll.expressions import Expressions
-from hipress.compll.graph import Graph
+from hipress.compll.graph import Graph, TooDeep
 from hipress.compll.ir import Array, Expr, Require
 from hipress.compll.scope import (
     Binding,
@@ -140,7 +140,10 @@ def play(
         player.payload_name, player.payload = roles.payload.name, payload
         player.decoding = True
         env.names[roles.gradient.name] = Unset(FLOAT, True, draft.graph.n)
-    player.statements(function.body, env)
+    try:
+        player.statements(function.body, env)
+    except TooDeep:
+        player.fail(function, "a value is made of too many operations one after another")
     if gradient is None:
         made = env.names[roles.gradient.name]
         if isinstance(made, Unset):
@@ -191,8 +194,9 @@ class _Player(Expressions):
         return Scalar(self.graph.const(int(value)), param.elem)
 
     def statements(self, body: Sequence[ast.Statement], env: Env) -> None:
-        for statement in body:
-            self._statement(statement, env)
+        with self.nested(body):
+            for statement in body:
+                self._statement(statement, env)
 
     def _statement(self, s: ast.Statement, env: Env) -> None:
         if isinstance(s, ast.Declare):
@@ -246,7 +250,7 @@ class _Player(Expressions):
         if want is not None and not isinstance(made, Scalar) and made.length is not want:
             self.fail(
                 s,
-                f"{s.name!r} has {self.show(want)} elements, the value assigned to it has "
+                f"{s.name!r} has {self.show(want)}, the value assigned to it "
                 f"{self.show(made.length)}",
             )
         home.names[s.name] = made
@@ -294,7 +298,7 @@ class _Player(Expressions):
         if made.length is not self.graph.block("blen", size):
             self.fail(
                 node,
-                f"{name!r} leaves the per scope with {self.show(made.length)} elements "
+                f"{name!r} leaves the per scope with {self.show(made.length)} "
                 "in each block; only arrays as long as the block can",
             )
         return InBlocks(self.draft, made.at(self.graph.block("lidx", size)), size, made.elem)
@@ -379,7 +383,7 @@ class _Player(Expressions):
         if want is not None and want is not limit:
             self.fail(
                 target,
-                f"{target.id!r} has {self.show(want)} elements; encode wrote {self.show(limit)}",
+                f"{target.id!r} has {self.show(want)}; encode wrote {self.show(limit)}",
             )
         home.names[target.id] = value
 

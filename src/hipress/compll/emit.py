@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hipress.compll.build import Bound
-from hipress.compll.derive import ALPHA, MU, PLAIN, Variant
+from hipress.compll.derive import ALPHA, MU, PLAIN, RHO, Variant
 from hipress.compll.emit_functions import Function, call_args, functions, signature, tuple_text
 from hipress.compll.emit_torch import OPERATOR, REGISTRATION, SUPPORT, WRAPPER_HEAD
 from hipress.compll.ir import Kernel
@@ -204,7 +204,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _order(bound: Bound, kernel: Kernel) -> str:
-    """Where in (floats, then mu or alpha) each parameter of a kernel stands."""
+    """Where in (floats, then ours) each parameter of a kernel stands."""
     runtime = [p.name for p in bound.program.params if p.runtime]
-    places = {**{name: k for k, name in enumerate(runtime)}, MU: len(runtime), ALPHA: len(runtime)}
-    return tuple_text(str(places[name]) for name in kernel.params)
+    ours = [name for name in (ALPHA, MU, RHO) if name in kernel.params]
+    return tuple_text(str([*runtime, *ours].index(name)) for name in kernel.params)

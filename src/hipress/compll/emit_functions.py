@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hipress.compll.build import Bound
 from hipress.compll.derive import Variant
 
-_OURS = ("x", "payload", "numel", "out", "alpha", "mu", "step", "seed", "stream")
+_OURS = ("x", "payload", "numel", "out", "alpha", "mu", "lr_ratio", "step", "seed", "stream")
 
 
 @dataclass
@@ -110,13 +110,15 @@ def functions(
         Arg(names(array.label), _TENSOR, keyword=False, prefix=_STATE) for array in kernel.states
     )
     rng = (Arg("step", "int"), Arg("seed", "int", "0"), Arg("stream", "int", "0"))
-    momentum = (Arg("mu", "float", repr(float(mu))),) if variant.momentum else ()
+    ours = (Arg("mu", "float", repr(float(mu))),) if variant.momentum else ()
+    if variant.feedback:
+        ours = (*ours, Arg("lr_ratio", "float", "1.0"))
     payload = Arg("payload", _TENSOR, keyword=False)
     alpha = Arg("alpha", "float", "1.0")
     floats = tuple_text(options.values())
     held = tuple_text(f'("{state.name}", {state.name})' for state in states)
     drawn = "(seed, stream, step)" if kernel.random else "(0, 0, 0)"
-    extra = tuple_text(a.name for a in momentum)
+    extra = tuple_text(a.name for a in ours)
     told = _told(options, bound.static)
     return (
         Function(
@@ -126,7 +128,7 @@ def functions(
                 *states,
                 *(rng if kernel.random else ()),
                 *params,
-                *momentum,
+                *ours,
             ),
             returns=_TENSOR,
             about="The frame of `x` (float32, float16 or bfloat16, on the CPU, any shape)."

@@ -29,7 +29,7 @@ _ENCODE = {encode_order}
 _DECODE = {decode_order}
 '''
 """Opens wrapper.py. _VALUES: parameters in order, None for floats; _ENCODE, _DECODE: which of the
-floats a kernel takes (the last is mu or alpha)."""
+floats a kernel takes (alpha, mu and lr_ratio come last)."""
 
 SUPPORT = '''
 
@@ -38,7 +38,7 @@ _MAX_NUMEL = 2**32 - 1
 _local = threading.local()
 
 
-def _encode(x, states, rng, floats, mu):
+def _encode(x, states, rng, floats, ours):
     _check("x", x, _torch.float32, _torch.float16, _torch.bfloat16)
     numel = x.numel()
     arrays = []
@@ -58,7 +58,7 @@ def _encode(x, states, rng, floats, mu):
     flags = 0
     if numel:
         flat = x.detach().float().contiguous().view(-1).numpy()
-        params = tuple(float((*floats, *mu)[k]) for k in _ENCODE)
+        params = tuple(float((*floats, *ours)[k]) for k in _ENCODE)
         flags = int(_body.encode(numel, params, rng, body, flat, arrays, _scratch))
     else:
         body[:] = 0

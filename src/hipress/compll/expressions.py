@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from hipress.compll import ast, operators
@@ -27,6 +28,7 @@ from hipress.compll.scope import Binding, Env, Func, Scalar, Struct, Unset
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 MAX_DEPTH = 100
+MAX_BLOCKS = 40
 MAX_WORK = 100_000
 """Expressions played for one function: the largest of our programs needs under 500."""
 
@@ -41,12 +43,24 @@ class Expressions:
         self.position: Expr | None = None
         """Index that `random` draws for: set while a lambda runs over an array."""
         self.depth = 0
+        self.blocks = 0
         self.lambdas = 0
         """Lambdas around the expression at hand."""
         self.decoding = False
         self.reducing = False
         self.work = 0
         self._sites: dict[ast.Pos, int] = {}
+
+    @contextmanager
+    def nested(self, body: Sequence[ast.Statement]) -> Iterator[None]:
+        """Counts statements inside statements."""
+        self.blocks += 1
+        if self.blocks > MAX_BLOCKS and body:
+            self.fail(body[0], f"statements are nested more than {MAX_BLOCKS} deep")
+        try:
+            yield
+        finally:
+            self.blocks -= 1
 
     def fail(self, node: ast.Node, message: str) -> NoReturn:
         fail(self.source.file, self.source.text, node.pos, message)
@@ -101,6 +115,8 @@ class Expressions:
                 b = env.names[name]
                 if a is b or a == b:
                     continue
+                if isinstance(a, Unset) or isinstance(b, Unset):
+                    self.fail(node, f"{name!r} gets a value on one way only; give it one before")
                 if not (isinstance(a, Scalar) and isinstance(b, Scalar)):
                     self.fail(
                         node,
@@ -267,13 +283,11 @@ class Expressions:
 
     def show(self, length: Expr) -> str:
         """A length in words a reader knows."""
-        if length.op == "n":
-            return "as many as the gradient"
         if length.op == "const":
-            return str(length.attr)
-        if length.op == "count":
-            return "as many as a filter let through"
-        return "another number of" if length.op != "blen" else "as many as the block"
+            return f"{length.attr} elements"
+        known = {"n": "the gradient", "count": "a filter let through", "blen": "the block"}
+        of = known.get(length.op)
+        return f"as many elements as {of}" if of else "another number of elements"
 
     def typed(
         self, node: ast.Expr, elem: ElemType, array: bool, name: str, env: Env
@@ -338,6 +352,10 @@ class Expressions:
         Every statement is played once, also after an `if` that returns: work grows with the
         length of the text, not with the number of ways through it.
         """
+        with self.nested(body):
+            return self._outcome_of(body, env, top)
+
+    def _outcome_of(self, body: Sequence[ast.Statement], env: Env, top: Env) -> tuple[Expr, Expr]:
         g = self.graph
         done, result = g.const(False), g.const(0)
         for s in body:

@@ -10,6 +10,14 @@ from hipress.compll.ir import MAX_NUMEL, OPS, STORAGE_BITS, Array, Expr, Filter,
 
 _INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
 
+MAX_DEPTH = 300
+"""Operations one after another in a value; who walks it may recurse."""
+
+
+class TooDeep(Exception):
+    """A value is made of too many operations, one after another."""
+
+
 _RUN_TIME = frozenset({"load", "load_clamped", "uniform", "bits32", "fold", "count", "pick"})
 
 
@@ -43,7 +51,10 @@ class Graph:
                 host = bool(args) and all(a.host for a in args)
             lo, hi = (0, 1) if type == "bool" else bounds or (_INT_MIN, _INT_MAX)
             lo, hi = max(lo, _INT_MIN), min(hi, _INT_MAX)
-            found = Expr(op, args, type, attr, lo, hi, variance, host)
+            depth = 1 + max((a.depth for a in args), default=0)
+            if depth > MAX_DEPTH:
+                raise TooDeep
+            found = Expr(op, args, type, attr, lo, hi, variance, host, depth)
             self._interned[key] = found
         return found
 
@@ -117,6 +128,12 @@ class Graph:
             return self.make("not", a, type="bool")
         if op == "finite":
             return self.make("finite", a, type="bool")
+        if op == "exponent":
+            return self.make("exponent", a, type="int", bounds=(-150, 128))
+        if op == "exp2" and a.op == "float" and a.args[0].type == "int":
+            whole = a.args[0]
+            if -126 <= whole.lo and whole.hi <= 127 and not whole.host:
+                return self.make("power", whole, type="float")
         if op == "neg" and a.type == "int":
             return self.make("neg", a, type="int", bounds=(-a.hi, -a.lo))
         if op == "abs" and a.type == "int":

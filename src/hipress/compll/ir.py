@@ -68,6 +68,8 @@ class Expr:
     """0: the same for the whole kernel; 1: one per block; 2: one per element."""
     host: bool
     """Made of sizes and parameters only: computed on the host, in double precision."""
+    depth: int
+    """Operations on the longest way down to a leaf."""
 
     @property
     def narrow(self) -> bool:
@@ -122,6 +124,8 @@ OPS = {
     "exp2": "",
     "log2": "",
     "sign": "-1, 0 or 1",
+    "exponent": "of a float: floor(log2(abs(x))); -150 for 0, 128 for NaN and infinities",
+    "power": "2.0 to an int from -126 to 127, exact",
     "float": "int or bool to float",
     "int": "float (towards zero; NaN is 0) or bool to int",
     "uint": "to attr bits, saturating; NaN is 0",

@@ -79,7 +79,10 @@ def _not_in_blocks(player: Expressions, node: ast.Call, value: ArrayValue) -> No
         player.fail(node, f"{node.name} works on whole arrays; it cannot stand in a per scope")
 
 
-_BUILTIN = {"abs": 1, "floor": 1, "sqrt": 1, "exp2": 1, "log2": 1, "sign": 1, "min": 2, "max": 2}
+_BUILTIN = {
+    **dict.fromkeys(("abs", "floor", "sqrt", "exp2", "log2", "sign", "exponent"), 1),
+    **dict.fromkeys(("min", "max"), 2),
+}
 
 
 def _function(player: Expressions, node: ast.Expr, env: Env, num_args: int) -> Callable[..., Expr]:
@@ -113,7 +116,7 @@ def _elementary(player: Expressions, name: str, value: Expr) -> Expr:
         value = g.to_int(value)
     if name == "floor" and value.type == "int":
         return value
-    if name in ("sqrt", "exp2", "log2"):
+    if name in ("sqrt", "exp2", "log2", "exponent"):
         value = g.to_float(value)
     return g.unary(name, value)
 
@@ -138,7 +141,7 @@ def map_(player: Expressions, node: ast.Call, env: Env) -> Binding:
         if other.length is not first.length:
             player.fail(
                 place,
-                f"this array has {player.show(other.length)} elements, the first has"
+                f"this array has {player.show(other.length)}, the first has"
                 f" {player.show(first.length)}; map goes over arrays of one length",
             )
     g = player.graph
@@ -325,8 +328,8 @@ def scatter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     if index.length is not value.length:
         player.fail(
             node,
-            f"{player.show(index.length)} indices but {player.show(value.length)} "
-            "values; scatter takes one value per index",
+            f"the indices have {player.show(index.length)}, the values "
+            f"{player.show(value.length)}; scatter takes one value per index",
         )
     size = player.size(node.args[2], env)
     return Spread(player.draft, index, value, size, value.elem)
@@ -463,6 +466,7 @@ OPERATORS: dict[str, Operator] = {
     "exp2": _elementwise,
     "log2": _elementwise,
     "sign": _elementwise,
+    "exponent": _elementwise,
     "min": _least,
     "max": _least,
 }

@@ -11,6 +11,9 @@ import lark
 from hipress.compll import ast
 from hipress.errors import ProgramError
 
+_TYPES = "float, int, uint1, uint2, uint4, uint8, uint16, uint32, uint<...>, float16, bfloat16"
+_TOO_NESTED = "the program is nested too deeply; name the inner parts"
+
 MAX_CHARS = 65_536
 """A longer program is refused: the largest of ours has under 3,000 characters."""
 
@@ -37,12 +40,14 @@ def parse(text: str, *, file: str = "<program>") -> ast.Source:
     except lark.exceptions.UnexpectedToken as error:
         fail(file, text, _place(error, text), _expected(error))
     except lark.exceptions.VisitError as error:
+        if isinstance(error.orig_exc, RecursionError):
+            fail(file, text, ast.Pos(1, 1), _TOO_NESTED)
         if not isinstance(error.orig_exc, _TooLarge):
             raise
         pos, digits = error.orig_exc.args
         fail(file, text, pos, f"{digits} is too large: a float ends at 3.4e38, an int at 2**62")
     except RecursionError:
-        fail(file, text, ast.Pos(1, 1), "expressions are nested too deeply; name the inner ones")
+        fail(file, text, ast.Pos(1, 1), _TOO_NESTED)
     return ast.Source(file=file, text=text, functions=functions, params=params)
 
 
@@ -94,6 +99,10 @@ _TERMINALS = {
 
 def _expected(error: lark.exceptions.UnexpectedToken) -> str:
     token = error.token
+    before = getattr(error.interactive_parser.parser_state, "value_stack", [])
+    if token.type == "NAME" and before and isinstance(before[-1], lark.Token):
+        if before[-1].type == "NAME":  # two names side by side: the first was meant as a type
+            return f"{str(before[-1])!r} is not a type; types: {_TYPES}"
     found = "the end of the file" if token.type == "$END" else f"{str(token)!r}"
     written = {t.name: t.pattern.value for t in _parser().terminals}
     names = sorted(

@@ -2,12 +2,13 @@
 
 A generated module offers three functions, whatever its backend:
 
-    encode(n, params, rng, body, x, states, pool)  -> whether NaN or infinity was seen
-    decode(n, params, rng, body, out, pool)        -> None, or why the body is refused
-    decode_add(...)                                   (the same, added)
+    encode(n, params, rng, body, x, states, scratch, pool)  -> whether NaN or infinity was seen
+    decode(n, params, rng, body, out, scratch, pool)        -> None, or why the body is refused
+    decode_add(...)                                            (the same, added)
 
 `params` are the float parameters in the kernel's order, `rng` is (seed, stream, step), `body` a
-uint8 array of `body_bytes(n, params)` bytes. Sizes are computed there, on the host.
+uint8 array of `body_bytes(n, params)` bytes. Sizes are computed there, on the host. `scratch`
+gives memory of some bytes, `pool` runs steps on several threads (None: on one).
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ _HOST = {
     "idiv": "_host_idiv({}, {})",
     "imod": "_host_imod({}, {})",
     "shl": "_host_shl({}, {})",
-    "shr": "({} >> min(max({}, 0), 63))",
+    "shr": "_host_shr({}, {})",
     "and": "({} & {})",
     "or": "({} | {})",
     "xor": "({} ^ {})",
@@ -109,7 +110,8 @@ _HOST = {
     "max": "max({}, {})",
     "abs": "abs({})",
     "floor": "_host_floor({})",
-    "sqrt": "math.sqrt(max({}, 0.0))",
+    "sqrt": "_host_sqrt({})",
+    "exponent": "_host_exponent({})",
     "exp2": "_host_exp2({})",
     "log2": "_host_log2({})",
     "sign": "(({0} > 0) - ({0} < 0))",
@@ -134,6 +136,14 @@ def _host_shl(a, b):
     return a << b if 0 <= b < 63 else 0
 
 
+def _host_shr(a, b):
+    return a >> (b if 0 <= b < 63 else 63)
+
+
+def _host_sqrt(a):
+    return math.sqrt(a) if a >= 0 else math.nan
+
+
 def _host_div(a, b):
     if b:
         return a / b
@@ -149,7 +159,7 @@ def _host_exp2(a):
 
 
 def _host_log2(a):
-    return math.log2(a) if a > 0 else math.nan
+    return math.log2(a) if a > 0 else (math.nan if a else -math.inf)
 
 
 def _host_f16(a):
@@ -159,6 +169,10 @@ def _host_f16(a):
 def _host_bf16(a):
     bits = int(np.float32(a).view(np.uint32))
     return float(np.uint32((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).view(np.float32))
+
+
+def _host_exponent(a):
+    return (math.frexp(abs(a))[1] - 1 if a else -150) if math.isfinite(a) else 128
 
 
 def _host_int(a):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from hipress.compll.cpu.shared import Known, Shared, maximal
 from hipress.compll.cpu.spell import PACKED, RANDOM, loaded, rep, stored, wide
-from hipress.compll.ir import STORAGE_BITS, Array, Compact, Expr, Fold, Store, walk
+from hipress.compll.ir import STORAGE_BITS, Array, Compact, Expr, Fold, Scatter, Store, walk
 from hipress.compll.render import Lines, Spell, loads, print_values
 
 
@@ -262,6 +262,25 @@ class Loops:
         asked = [e for e in walk([s.value for s in p.stores]) if e.op == "taken"]
         told = {e: graph.const(taken) for e in asked}
         return [Store(s.array, graph.substitute(s.value, told)) for s in p.stores]
+
+    # Scatters.
+
+    def scatter(self, name: str, p: Scatter, out: Lines, known: Known) -> None:
+        """Adds each value at its index; an index out of range ends it."""
+        body, target = Lines(depth=1), p.array.name
+        args: dict[str, None] = {"I": None, target: None}
+        body(f"size = len({target})")
+        self._start([], body)
+        roots = [p.index, p.value]
+        inside = self._inside(roots, known, args)
+        print_values(roots, body, self._spell(args, {}), inside, self.shared.fresh)
+        body(f"k = i64({inside[p.index]})")
+        body("if k < 0 or k >= size:")
+        body(f"    {self.shared.slots.int('status')} = 1")
+        body("    return")
+        old = loaded(p.array, f"{target}[k]")
+        body(f"{target}[k] = {stored(p.array, f'{old} + {inside[p.value]}')}")
+        self._call(name, args, body, [], out)
 
     # Functions.
 

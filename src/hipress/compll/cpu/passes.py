@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hipress.compll.cpu.loops import Loops, exact
 from hipress.compll.cpu.shared import Known, Shared, Step, maximal
-from hipress.compll.cpu.spell import RANDOM, loaded, rep, stored, wide
+from hipress.compll.cpu.spell import RANDOM, rep, stored, wide
 from hipress.compll.ir import (
     Array,
     Compact,
@@ -203,19 +203,17 @@ def _each(roots: list[Expr], known: Known, out: Lines) -> None:
 
 def _scatter(shared: Shared, name: str, p: Scatter, out: Lines) -> None:
     roots = [p.index, p.value]
-    known = _open(shared, name, out, roots, [p.array], p.length, TILE)
-    target = p.array.name
+    loops = Loops(shared, TILE, roots, [])
+    head = Lines()
+    known = _open(shared, name, head, roots, [p.array], p.length, TILE)
     if p.clear:
-        out(f"{target}[:] = 0")
-    out(f"size = len({target})")
-    _each(roots, known, out)
-    index, value = shared.print(roots, out, known)
-    out(f"k = i64({index})")
-    out("if k < 0 or k >= size:")
-    out(f"    {shared.slots.int('status')} = 1")
-    out("    return")
-    old = loaded(p.array, f"{target}[k]")
-    out(f"{target}[k] = {stored(p.array, f'{old} + {value}')}")
+        head(f"{p.array.name}[:] = 0")
+    loops.buffers(head)
+    loops.tiles(head, known)
+    loops.scatter(f"{name}_add", p, head, known)
+    head(f"if {shared.slots.int('status')} != 0:")
+    head("    return")
+    out.text += loops.functions.text + head.text
     _end(out)
     shared.steps.append(Step(name, TILE))
 

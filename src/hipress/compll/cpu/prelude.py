@@ -32,6 +32,21 @@ def _sign_i(x: Any) -> Any:
     return i32(1) if x > 0 else (i32(-1) if x < 0 else i32(0))
 
 
+def _exponent(x: Any) -> Any:
+    """floor(log2(abs(x))) from the bits; a subnormal number is made normal first."""
+    b = i32(f32(x).view(i32) & i32(0x7FFFFFFF))
+    small = f32(abs(f32(x)) * f32(8388608.0)).view(i32)
+    e = i32(i32(b >> i32(23)) - i32(127))
+    tiny = i32(i32(small >> i32(23)) - i32(150))
+    e = tiny if b < i32(0x00800000) else e
+    return i32(-150) if b == i32(0) else e
+
+
+def _power(e: Any) -> Any:
+    """2.0 to the power of an int from -126 to 127."""
+    return i32(i32(i32(e) + i32(127)) << i32(23)).view(f32)
+
+
 def _finite(x: Any) -> Any:
     return abs(x) <= f32(3.4028234663852886e38)
 

@@ -75,6 +75,7 @@ _FLOAT = {
     "exp2": "f32(np.exp2(f64({})))",
     "log2": "f32(np.log2(f64({})))",
     "sign": "_sign_f({})",
+    "power": "_power({})",
     "min": "_min({}, {})",
     "max": "_max({}, {})",
     "round_f16": "_from_f16(_to_f16({}))",
@@ -107,6 +108,8 @@ def _spell_float(e: Expr, args: list[str]) -> str:
 
 def _spell_int(e: Expr, args: list[str]) -> str:
     mine = rep(e)
+    if e.op == "exponent":
+        return f"_exponent({args[0]})"
     common = "i64" if "i64" in (mine, *(rep(a) for a in e.args)) else "i32"
     args = [a if rep(x) == common else f"{common}({a})" for a, x in zip(args, e.args, strict=True)]
     form = _INT[e.op]

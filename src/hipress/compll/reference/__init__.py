@@ -66,6 +66,8 @@ _OPS = {
     "exp2": "np.asarray(np.exp2(np.asarray({}, f64)), f32)",
     "log2": "np.asarray(np.log2(np.asarray({}, f64)), f32)",
     "sign": "np.sign({})",
+    "exponent": "_exponent({})",
+    "power": "np.asarray(np.exp2(np.asarray({}, f64)), f32)",
     "float": "np.asarray({}, f32)",
     "sent": "f32({})",
     "round_f16": "_round_f16({})",
@@ -191,7 +193,12 @@ class _Printer:
         return f"{whole}[{index}]" if e.op == "load" else f"_at({whole}, {index})"
 
     def _len(self, length: Expr) -> str:
-        return self.value(length) if not length.host else host_text(length, self.kernel.params)
+        return self.value(length) if not length.host else self._size(length)
+
+    def _size(self, length: Expr) -> str:
+        """A length that the host knows; what would be negative is nothing."""
+        text = host_text(length, self.kernel.params)
+        return text if length.lo >= 0 else f"max({text}, 0)"
 
     # Passes.
 
@@ -219,7 +226,7 @@ class _Printer:
         if array.name.startswith("temp"):
             names = {"f32": "f32", "i64": "i64", "u8": "np.uint8", "u16": "np.uint16"}
             dtype = names.get(array.storage, "np.uint32")
-            length = f"max({host_text(array.length, self.kernel.params)}, 0)"
+            length = self._size(array.length)
             self.out(f"{array.name} = np.zeros({length}, {dtype})")
 
     def _store(self, stores: Iterable[Store], length: str) -> None:
@@ -309,7 +316,7 @@ class _Printer:
             self._fold(f, length)
         keep = self.value(p.filter.keep)
         hits = self.fresh()
-        capacity = host_text(p.filter.capacity, self.kernel.params)
+        capacity = self._size(p.filter.capacity)
         out(f"{hits} = np.flatnonzero(_whole({keep}, {length}))[:{capacity}]")
         taken = self.fresh()
         out(f"{taken} = np.zeros({length}, bool)")
@@ -380,7 +387,7 @@ class _Printer:
         out = self.out
         length = self._len(p.length)
         index, value = self.values([p.index, p.value])
-        size = host_text(p.array.length, self.kernel.params)
+        size = self._size(p.array.length)
         where = self.fresh()
         out(f"{where} = _whole({index}, {length})")
         out(f"if np.any(({where} < 0) | ({where} >= {size})):")

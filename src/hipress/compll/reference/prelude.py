@@ -98,6 +98,12 @@ def _uint(x: Any, top: Any) -> Any:
     return np.clip(x, 0, top).astype(i64)
 
 
+def _exponent(x: Any) -> Any:
+    """floor(log2(abs(x))); -150 for 0, 128 for NaN and infinities."""
+    e = np.frexp(np.abs(np.asarray(x, f64)))[1].astype(i64) - 1
+    return np.where(x == 0, -150, np.where(np.isfinite(x), e, 128))
+
+
 def _fold_sum(values: Any, init: Any) -> Any:
     """In double precision; the result is rounded once."""
     if values.dtype == f32:

@@ -1,0 +1,96 @@
+"""`dgc(ratio=0.001, ...)`: Deep Gradient Compression."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hipress.codecs.spec import RATIO_RULE, Option, Spec, number, share, truth
+
+WARMUP_RATIOS = (0.25, 0.0625, 0.015625, 0.004)
+"""The paper's sparsities of 75, 93.75, 98.44 and 99.6 % before the final one."""
+
+
+def _params(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "ratio": options["ratio"],
+        "sample": options["sample"],
+        "momentum": options["momentum"],
+        "nesterov": options["nesterov"],
+        "clip": options["clip"],
+        "clips": options["clip"] > 0,
+        "decay": options["weight_decay"],
+        "decays": options["weight_decay"] > 0,
+    }
+
+
+def _phases(options: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    steps = options["warmup"]
+    ratios = [r for r in WARMUP_RATIOS if r > options["ratio"]]
+    if steps == 0 or not ratios:
+        return []
+    starts = [steps * k // len(ratios) for k in range(len(ratios))]
+    ramp = [(start, {"ratio": r}) for start, r in zip(starts, ratios, strict=True)]
+    return [*ramp, (steps, {"ratio": options["ratio"]})]
+
+
+SPEC = Spec(
+    program="dgc.pse",
+    summary="the largest elements of a local accumulation of momentum",
+    paper="Lin et al., Deep Gradient Compression, ICLR 2018",
+    options=(
+        Option(
+            name="ratio",
+            default=0.001,
+            rule=RATIO_RULE,
+            allowed=share,
+            about="share of the elements that is sent",
+        ),
+        Option(
+            name="momentum",
+            default=0.9,
+            rule="at least 0, below 1",
+            allowed=lambda v: number(v) and 0 <= v < 1,
+            about="the optimizer's momentum, kept here instead of there",
+        ),
+        Option(
+            name="nesterov",
+            default=False,
+            rule="true or false",
+            allowed=truth,
+            about="Nesterov's form of it",
+        ),
+        Option(
+            name="clip",
+            default=0.0,
+            rule="0 (off) or more",
+            allowed=lambda v: number(v) and 0 <= v <= 1e30,
+            about="largest norm of the local gradient; the paper divides the usual one by the "
+            "square root of the number of workers",
+        ),
+        Option(
+            name="weight_decay",
+            default=0.0,
+            rule="0 (off) or more",
+            allowed=lambda v: number(v) and 0 <= v <= 1e6,
+            about='added before accumulation, times state["weight"], which the caller keeps equal '
+            "to the parameter",
+        ),
+        Option(
+            name="warmup",
+            default=0,
+            rule="0 (off) or a number of steps",
+            allowed=lambda v: number(v) and v >= 0 and v == int(v),
+            about="steps over which the ratio falls from 25 % to its value",
+        ),
+        Option(
+            name="sample",
+            default=0.01,
+            rule=RATIO_RULE,
+            allowed=share,
+            about="share of the elements that the threshold is estimated from (at least 4096)",
+        ),
+    ),
+    params=_params,
+    phases=_phases,
+    # Momentum has been applied already; what the union of the workers sent does not lose its rest.
+    back=lambda o, workers: f"topk(ratio={min(1.0, o['ratio'] * workers)!r})",
+)

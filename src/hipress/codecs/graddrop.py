@@ -1,0 +1,27 @@
+"""`graddrop(ratio=0.01, sample=0.001)`: all but the largest elements dropped."""
+
+from hipress.codecs.spec import RATIO_RULE, Option, Spec, share
+
+SPEC = Spec(
+    program="graddrop.pse",
+    summary="indices and values above a threshold from a small sample",
+    paper="Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017",
+    feedback=True,
+    options=(
+        Option(
+            name="ratio",
+            default=0.01,
+            rule=RATIO_RULE,
+            allowed=share,
+            about="share of the elements that is kept (the paper drops 99 %)",
+        ),
+        Option(
+            name="sample",
+            default=0.001,
+            rule=RATIO_RULE,
+            allowed=share,
+            about="share of the elements that the threshold is estimated from (at least 4096)",
+        ),
+    ),
+    back=lambda o, workers: f"topk(ratio={min(1.0, o['ratio'] * workers)!r})",
+)
