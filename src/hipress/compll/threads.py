@@ -2,7 +2,7 @@
 
 Kernels release Python's lock and work on ranges of tiles, so a pass is cut into as many ranges as
 there are threads. Results do not depend on the number of threads: reductions keep one result per
-tile and are joined in order.
+tile and are joined in order, filters put back what a later range took in vain.
 """
 
 from __future__ import annotations
@@ -12,38 +12,55 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-Step = tuple[Callable[..., None], int, int]
-"""A pass, the entry of I that holds its length (-1: one thread only), its tile."""
+Step = tuple[Callable[..., None], int, int, int]
+"""A pass, the entry of I that holds its length (-1: one thread only), its tile, and the entry of I
+where a filter looks up its range (-1: no filter)."""
 
 MIN_TILES = 16
-"""Fewer tiles than this a thread are not worth handing over (about 10 us against 16 KiB each)."""
+"""Fewer tiles than this a thread are not worth handing over (about 10 us against 8 KiB each)."""
+
+MAX_THREADS = 64
 
 
-def runner(num_threads: int) -> Callable[[Sequence[Step], tuple[Any, ...], int], None] | None:
-    """What a kernel's entry point takes as `pool`; None for one thread."""
-    if num_threads == 1:
-        return None
+class Runner:
+    """What a kernel's entry point takes as `pool`."""
 
-    def run(steps: Sequence[Step], args: tuple[Any, ...], status: int) -> None:
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = min(num_threads, MAX_THREADS)
+
+    def __call__(self, steps: Sequence[Step], args: tuple[Any, ...], status: int) -> None:
+        """Runs `steps` in order, each on as many threads as it is worth."""
         numbers = args[0]
-        for kernel, slot, tile in steps:
-            num_tiles = -(-int(numbers[slot]) // tile) if slot >= 0 else 0
-            ranges = max(1, min(num_threads, num_tiles // MIN_TILES))
-            if ranges == 1:
+        for kernel, slot, tile, ranges in steps:
+            edges = self._edges(int(numbers[slot]), tile) if slot >= 0 else [0, -1]
+            if ranges >= 0:
+                numbers[ranges : ranges + 2 * MAX_THREADS] = 0
+                numbers[ranges : ranges + len(edges) - 1] = edges[:-1]
+            if len(edges) == 2:
                 kernel(0, -1, *args)
             else:
-                edges = [num_tiles * r // ranges for r in range(ranges + 1)]
-                jobs = [
-                    _executor(num_threads).submit(kernel, lo, hi, *args)
-                    for lo, hi in zip(edges[1:-1], edges[2:], strict=True)
-                ]
-                kernel(edges[0], edges[1], *args)
-                for job in jobs:
-                    job.result()
+                self._share(kernel, edges, args)
             if numbers[status]:
                 return
 
-    return run
+    def _edges(self, length: int, tile: int) -> list[int]:
+        num_tiles = -(-length // tile)
+        ranges = max(1, min(self.num_threads, num_tiles // MIN_TILES))
+        return [num_tiles * r // ranges for r in range(ranges + 1)]
+
+    def _share(self, kernel: Callable[..., None], edges: list[int], args: tuple[Any, ...]) -> None:
+        jobs = [
+            _executor(self.num_threads).submit(kernel, lo, hi, *args)
+            for lo, hi in zip(edges[1:-1], edges[2:], strict=True)
+        ]
+        kernel(edges[0], edges[1], *args)
+        for job in jobs:
+            job.result()
+
+
+def runner(num_threads: int) -> Runner | None:
+    """The runner for some threads; None for one, which needs none."""
+    return None if num_threads == 1 else Runner(num_threads)
 
 
 @cache

@@ -123,9 +123,11 @@ def _run(shared: Shared, out: Lines) -> None:
     out.depth -= 1
     out()
     out()
+    ranges = shared.slots.ints.get(("range", 0), -1)
     out(f"_{name}_steps = (")
     for step in shared.steps:
-        out(f"    ({step.name}, {step.length_slot}, {step.tile}),")
+        takes = f"{step.name}_gather" in {s.name for s in shared.steps}
+        out(f"    ({step.name}, {step.length_slot}, {step.tile}, {ranges if takes else -1}),")
     out(")")
     out()
     out()
@@ -148,6 +150,8 @@ def _entry(shared: Shared, out: Lines) -> None:
     sizes("I[0:5] = n, seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, stream, step")
     _fill(shared, places, sizes)
     args = shared.args
+    if ("range", 0) in shared.slots.ints:
+        body("ranges = 1 if pool is None else pool.num_threads")
     sizes("if pool is None:")
     sizes(f"    _{k.name}_run({args})")
     sizes("else:")
@@ -182,6 +186,10 @@ def _fill(shared: Shared, places: list[Place], out: Lines) -> None:
             size = STORAGE_BITS[array.storage] // 8
             length = f"max({host_text(array.length, params)}, 0)"
             _carve(shared, array.name, f"{length} * {size}", out)
+    for record in shared.records:
+        capacity = f"max({host_text(record.capacity, params)}, 0)"
+        size = STORAGE_BITS[record.storage] // 8
+        _carve(shared, record.name, f"ranges * {capacity} * {size}", out)
     for index, (fold, tile) in enumerate(shared.partials):
         length = host_text(shared.kernel.limits.get(fold.length, fold.length), params)
         size = 4 if fold.type == "float" else 8

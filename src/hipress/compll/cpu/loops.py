@@ -206,6 +206,11 @@ class Loops:
             out(f"{name} = np.empty({self.tile}, f32)")
         return saved
 
+    def can_share(self, p: Compact) -> bool:
+        """Whether threads may share a filter pass: what one took in vain can be put back."""
+        random = any(e.op in RANDOM for e in walk([s.value for s in p.stores]))
+        return not (random or self.codes_out)
+
     def scan(
         self,
         name: str,
@@ -230,7 +235,10 @@ class Loops:
     ) -> None:
         """The few marked elements, one by one, in order, while there is room."""
         body = Lines(depth=1)
-        args = dict.fromkeys(["mask", "count", "capacity", *(s.array.name for s in p.emits)])
+        args = dict.fromkeys(
+            ["mask", "count", "capacity", *(f"to_{s.array.name}" for s in p.emits)]
+        )
+        args |= dict.fromkeys(["to_index", *(f"to_{old}" for old in saved.values())])
         body("num_words = (m + 7) >> 3")
         body("for i in range(m, num_words * 8):")
         body("    mask[i] = u8(0)")
@@ -244,17 +252,37 @@ class Loops:
         body("word &= word - u64(1)")
         emitted = [s.value for s in p.emits]
         inside = self._inside(emitted, known, args)
-        print_values(emitted, body, self._spell(args, saved), inside, self.shared.fresh)
+        olds = {array: f"{old}[i]" for array, old in saved.items()}
+        print_values(emitted, body, self._spell(args, olds), inside, self.shared.fresh)
         for s in p.emits:
-            body(f"{s.array.name}[count] = {stored(s.array, inside[s.value])}")
+            body(f"to_{s.array.name}[count] = {stored(s.array, inside[s.value])}")
+        body("to_index[count] = a + i")
+        for old in saved.values():
+            body(f"to_{old}[count] = {old}[i]")
+            args[old] = None
         if p.stores:
-            self._element([], self._told(p, True), body, known, args, saved)
+            self._element([], self._told(p, True), body, known, args, olds)
         body("count += 1")
         body.depth -= 2
         body("return count")
         self._define(name, args, body)
         out(f"count = {name}({', '.join(['m', 'a', *args])})")
         self._pack(p.stores, out)
+
+    def put_back(
+        self, name: str, p: Compact, saved: dict[Array, str], out: Lines, known: Known
+    ) -> None:
+        """The elements that a later range took and that there is no room for: as if never taken."""
+        body = Lines(depth=1)
+        args = dict.fromkeys(["first", "to_index", *(f"to_{old}" for old in saved.values())])
+        body("for j in range(first, m):")
+        body.depth += 1
+        body("i = to_index[j]")
+        records = {array: f"to_{old}[j]" for array, old in saved.items()}
+        self._element([], self._told(p, False), body, known, args, records)
+        self._define(name, args, body)
+        bound = {self.slices[array]: array.name for array in self.slices}
+        out(f"{name}({', '.join(['taken', '0', *(bound.get(a, a) for a in args)])})")
 
     def _told(self, p: Compact, taken: bool) -> list[Store]:
         """The stores of a filter pass for elements that are known to be taken, or not."""
@@ -315,8 +343,7 @@ class Loops:
             if e.op == "load" and aligned:
                 array: Array = e.attr
                 if array in saved:
-                    args[saved[array]] = None
-                    return f"{saved[array]}[i]"
+                    return saved[array]
                 source = self.codes_in.get(array) or self.slices[array]
                 args[source] = None
                 return loaded(array, f"{source}[i]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hipress.compll.cpu.loops import Loops, exact
-from hipress.compll.cpu.shared import Known, Shared, Step, maximal
+from hipress.compll.cpu.shared import MAX_RANGES, Known, Record, Shared, Step, maximal
 from hipress.compll.cpu.spell import RANDOM, rep, stored, wide
 from hipress.compll.ir import (
     Array,
@@ -162,6 +162,11 @@ def _join(
 
 
 def _compact(shared: Shared, name: str, p: Compact, out: Lines) -> None:
+    """A filter pass; a range of tiles after the first collects into scratch memory.
+
+    The step after it moves what the ranges took to its place, in order. What then finds no room
+    is put back: the same elements are taken whatever the number of threads.
+    """
     roots = pass_exprs(p)
     loops = Loops(shared, TILE, roots, list(p.stores))
     folds = list(p.folds)
@@ -170,9 +175,21 @@ def _compact(shared: Shared, name: str, p: Compact, out: Lines) -> None:
     known = _open(shared, name, head, roots, arrays, p.length, TILE)
     parts = _partials(shared, folds, TILE, head)
     saved = loops.saves(p, head)
+    records = _records(shared, p, saved)
     loops.buffers(head)
     head(f"mask = np.empty({TILE}, u8)")
-    head(f"capacity = {shared.print([p.filter.capacity], head, known)[0]}")
+    head(f"capacity = i64({shared.print([p.filter.capacity], head, known)[0]})")
+    head(f"part = _range_of(lo, {shared.ranges()})")
+    for array in (s.array for s in p.emits):
+        shared.view_record(records[array.name], head)
+        head(f"to_{array.name} = {array.name}")
+    for key in ("index", *saved.values()):
+        shared.view_record(records[key], head)
+        head(f"to_{key} = {records[key].name}[part * capacity : (part + 1) * capacity]")
+    head("if part > 0:")
+    for array in (s.array for s in p.emits):
+        record = records[array.name].name
+        head(f"    to_{array.name} = {record}[part * capacity : (part + 1) * capacity]")
     head("count = i64(0)")
     loops.tiles(head, known)
     alone = [f for f in folds if not exact(f)]
@@ -183,13 +200,66 @@ def _compact(shared: Shared, name: str, p: Compact, out: Lines) -> None:
     _keep(parts, riding, results, head)
     loops.take(f"{name}_take", p, saved, head, known)
     head.depth -= 1
+    head(f"{shared.ranges()}[part + {MAX_RANGES}] = count")
+    out.text += loops.functions.text + head.text
+    _end(out)
+    slot = -1
+    if loops.can_share(p) and p.length.host and p.length.op != "const":
+        slot = int(shared.host(p.length)[2:-1])
+    shared.steps.append(Step(name, TILE, slot))
+    _gather(shared, name, p, saved, records, out)
+    _join(shared, name, folds, parts, p.length, TILE, out)
+
+
+def _records(shared: Shared, p: Compact, saved: dict[Array, str]) -> dict[str, Record]:
+    """Scratch memory of a filter pass: what each range took, from where, and old values."""
+    capacity = shared.kernel.limits.get(p.filter.capacity, p.filter.capacity)
+    records = {s.array.name: shared.record(s.array.storage, capacity) for s in p.emits}
+    records["index"] = shared.record("i64", capacity)
+    return records | {old: shared.record("f32", capacity) for old in saved.values()}
+
+
+def _gather(
+    shared: Shared,
+    name: str,
+    p: Compact,
+    saved: dict[Array, str],
+    records: dict[str, Record],
+    out: Lines,
+) -> None:
+    """Prints the step that moves what the ranges took to its place, in order."""
+    roots = pass_exprs(p)
+    loops = Loops(shared, TILE, roots, list(p.stores))
+    head = Lines()
+    arrays = [s.array for s in pass_stores(p)]
+    known = _open(shared, f"{name}_gather", head, roots, arrays, p.length, TILE)
+    for record in records.values():
+        shared.view_record(record, head)
+    head(f"capacity = i64({shared.print([p.filter.capacity], head, known)[0]})")
+    ranges = shared.ranges()
+    head(f"count = {ranges}[{MAX_RANGES}]")
+    head(f"for part in range(1, {MAX_RANGES}):")
+    head.depth += 1
+    head(f"taken = {ranges}[part + {MAX_RANGES}]")
+    head("if taken == 0:")
+    head("    continue")
+    head("first = min(taken, capacity - count)")
+    head("start = part * capacity")
+    for s in p.emits:
+        source = records[s.array.name].name
+        head(f"{s.array.name}[count : count + first] = {source}[start : start + first]")
+    for key in ("index", *saved.values()):
+        head(f"to_{key} = {records[key].name}[start : start + taken]")
+    if p.stores:
+        loops.put_back(f"{name}_back", p, saved, head, known)
+    head("count += first")
+    head.depth -= 1
     head(f"{shared.slots.int(p.filter)} = count")
     for s in p.emits:
         head(f"{s.array.name}[count:] = 0")
     out.text += loops.functions.text + head.text
     _end(out)
-    shared.steps.append(Step(name, TILE))
-    _join(shared, name, folds, parts, p.length, TILE, out)
+    shared.steps.append(Step(f"{name}_gather", TILE))
 
 
 def _each(roots: list[Expr], known: Known, out: Lines) -> None:

@@ -276,6 +276,14 @@ def _bits32s(out: Any, m: Any, start: Any, site: Any, rng: Any) -> None:
         out[4 * j + 3] = d
 
 
+def _range_of(lo: Any, ranges: Any) -> Any:
+    """The number of the range that starts at tile `lo`; the first where there is one only."""
+    for k in range(1, 64):
+        if ranges[k] == lo and lo > 0:
+            return i64(k)
+    return i64(0)
+
+
 def _first_byte(word: Any) -> Any:
     """The number of the lowest byte that is set, where bytes are 0 or 1."""
     low = word & (~word + u64(1))

@@ -31,6 +31,19 @@ class Slots:
         return self.float(key) if type_ == "float" else self.int(key)
 
 
+MAX_RANGES = 64
+"""Most ranges of tiles that a pass is cut into: one for each thread."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Scratch memory with room for `capacity` elements for each range of a pass."""
+
+    name: str
+    storage: str
+    capacity: Expr
+
+
 @dataclass(frozen=True)
 class Step:
     """A function of the kernel, in the order they run."""
@@ -54,6 +67,7 @@ class Shared:
         """Host values and their slots; the entry point fills them."""
         self.partials: list[tuple[Fold, int]] = []
         """Reductions of the whole gradient, and the tile of the pass they are in."""
+        self.records: list[Record] = []
         self.steps: list[Step] = []
         self._names = 0
         caller = kernel.input or kernel.output
@@ -145,6 +159,22 @@ class Shared:
     def view_partial(self, name: str, f: Fold, out: Lines) -> None:
         """Prints the name of that memory."""
         self._carved(name, "W", wide(f.type), out)
+
+    def record(self, storage: str, capacity: Expr) -> Record:
+        """New scratch memory for what each range of a filter pass takes."""
+        self.records.append(Record(f"record{len(self.records)}", storage, capacity))
+        return self.records[-1]
+
+    def view_record(self, record: Record, out: Lines) -> None:
+        """Prints the name of that memory."""
+        self._carved(record.name, "W", DTYPES.get(record.storage), out)
+
+    def ranges(self) -> str:
+        """Entries of I: the first tile of each range, then how many each range took."""
+        first = self.slots.ints.setdefault(("range", 0), len(self.slots.ints))
+        for k in range(1, 2 * MAX_RANGES):
+            self.slots.int(("range", k))
+        return f"I[{first} : {first + 2 * MAX_RANGES}]"
 
     def _carved(self, name: str, pool: str, dtype: str | None, out: Lines) -> None:
         start, size = self.slots.int(("at", name)), self.slots.int(("bytes", name))
