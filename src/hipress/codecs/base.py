@@ -133,7 +133,7 @@ class Codec(ABC):
             >>> import hipress
             >>> c = hipress.codec("dgc(ratio=0.001, warmup=400)")
             >>> [c.phase(s).wire_bytes(10**6) for s in (0, 399, 400)]
-            [2000112, 32112, 8112]
+            [2000096, 32096, 8096]
         """
         return [codec for start, codec in self.phases if start <= step or start == 0][-1]
 

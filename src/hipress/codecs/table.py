@@ -74,6 +74,8 @@ def describe(name: str) -> Description:
         >>> describe("topk").feedback
         True
     """
+    if name in WRAPPERS:
+        raise UsageError(f"{name!r} wraps a codec, e.g. '{name}(onebit)'; describe the one inside.")
     spec = _spec(name)
     return Description(
         name=name,
@@ -123,6 +125,7 @@ def _build(call: Call) -> Codec:
     if call.name in WRAPPERS:
         return _wrap(call)
     if call.args:
+        _spec(call.name)  # a misspelt wrapper is an unknown name
         raise UsageError(
             f"{call.name} takes no codec inside; wrappers are {' and '.join(WRAPPERS)}, "
             f"e.g. 'ef({call.name})'."
@@ -195,10 +198,10 @@ def _wrap(call: Call) -> Codec:
 
 def _option(codec_name: str, option: Option, options: dict[str, Value]) -> Any:
     value = options.pop(option.name, option.default)
-    if not option.allowed(value):
+    whole = isinstance(option.default, int) and isinstance(value, float)
+    if whole or not option.allowed(value):
         raise UsageError(f"{codec_name}: {option.name}={_shown(value)} must be {option.rule}.")
-    whole = isinstance(option.default, int) and not isinstance(option.default, bool)
-    return int(value) if whole else value
+    return value
 
 
 def _shown(value: Value) -> str:

@@ -11,7 +11,7 @@ SPEC = Spec(
         Option(
             name="clip",
             default=2.5,
-            rule="0 (off) or more",
+            rule="0 (off) to 1e6",
             allowed=lambda v: number(v) and 0 <= v <= 1e6,
             about="elements are clipped to this many standard deviations",
         ),

@@ -16,25 +16,26 @@ from hipress.errors import UsageError
 
 def feedback(inner: Codec) -> Codec:
     """`ef(inner)`: what compression lost is added to the next gradient."""
-    if isinstance(inner, Feedback) or (isinstance(inner, ProgramCodec) and inner.variant.feedback):
-        return inner
     if isinstance(inner, Momentum) or (isinstance(inner, ProgramCodec) and inner.variant.momentum):
         raise UsageError(
             f"ef({inner.name}) would feed back what momentum made; write momentum(ef(...)) instead."
         )
     if isinstance(inner, ProgramCodec):
+        if inner.variant.feedback:
+            return inner
         return inner.with_variant(Variant(feedback=True), f"ef({inner.name})")
-    return Feedback(inner)
+    return inner if isinstance(inner, Feedback) else Feedback(inner)
 
 
 def momentum(inner: Codec, *, mu: float = 0.9, nesterov: bool = True) -> Codec:
     """`momentum(inner, mu=..., nesterov=...)`: the momentum of the gradients is sent."""
     if not 0 <= mu < 1:
         raise UsageError(f"momentum: mu={mu} must be at least 0 and below 1, e.g. 0.9.")
-    feeds_back = isinstance(inner, ProgramCodec) and inner.variant.feedback
-    if not isinstance(inner, ProgramCodec) or inner.variant.momentum:
+    if isinstance(inner, Momentum) or (isinstance(inner, ProgramCodec) and inner.variant.momentum):
+        raise UsageError(f"{inner.name} has momentum already; write momentum(...) once.")
+    if not isinstance(inner, ProgramCodec):
         return Momentum(inner, mu=mu, nesterov=nesterov)
-    variant = Variant(feedback=feeds_back, momentum=True, nesterov=nesterov)
+    variant = Variant(feedback=inner.variant.feedback, momentum=True, nesterov=nesterov)
     # Momentum is for the workers: on the way back it would be applied a second time.
     family = Family(back=lambda workers, _: inner.aggregator(workers))
     return inner.with_variant(variant, _momentum_name(inner, mu, nesterov), mu, family)

@@ -38,6 +38,7 @@ from hipress.compll.ir import (
     Sorting,
     pass_loads,
     pass_stores,
+    walk,
 )
 from hipress.compll.passes import NotFusable, schedule, validate
 from hipress.compll.scope import ParamValue, Part, Signature
@@ -109,6 +110,8 @@ def _encode_kernel(
 
         value = Computed(g.n, FLOAT, corrected)
         extra.append(residual)
+    bad = g.unary("not", g.unary("finite", value.at(g.idx(g.n))))
+    flag = Fold("or", "bool", g.const(False), bad, g.n, None)
     stored = [Stored(draft, s, FLOAT) for s in states]
     played = check.play(source, function, draft, params=params, gradient=value, states=stored)
     for array, final in zip(states, played.states, strict=True):
@@ -118,12 +121,10 @@ def _encode_kernel(
         with draft.fused(fuse):
             old, new = g.load(array, i), g.to_float(draft.element(final, i))
         if new is not old:
-            draft.writes.append(Write(array, _kept_if_finite(g, new, old), g.n, True))
+            draft.writes.append(Write(array, _kept_if_finite(g, new, old, flag), g.n, True))
     if variant.feedback:
-        _feedback(draft, pair, params, played.parts, value, residual, fuse)
+        _feedback(draft, pair, params, played.parts, value, residual, flag, fuse)
     sections = [_section(draft, k, part) for k, part in enumerate(played.parts)]
-    body = g.make("not", g.unary("finite", value.at(g.idx(g.n))), type="bool")
-    flag = Fold("or", "bool", g.const(False), body, g.n, None)
     all_states = (*states, *extra)
     written = [w.array for w in draft.writes if w.array in all_states]
     passes = schedule(draft, flag, written)
@@ -222,6 +223,7 @@ def _feedback(
     parts: tuple[Part, ...],
     value: ArrayValue,
     residual: Array,
+    flag: Fold,
     fuse: bool,
 ) -> None:
     g = draft.graph
@@ -233,13 +235,20 @@ def _feedback(
     i = g.idx(g.n)
     with draft.fused(fuse):
         left = g.binary("sub", value.at(i), g.to_float(draft.element(played.gradient, i)))
-    kept = _kept_if_finite(g, left, g.load(residual, i))
+    kept = _kept_if_finite(g, left, g.load(residual, i), flag)
     draft.writes.append(Write(residual, kept, g.n, True))
 
 
-def _kept_if_finite(g: Graph, new: Expr, old: Expr) -> Expr:
-    """A NaN or an infinity never enters a state: such an element keeps what it had."""
-    return g.select(g.unary("finite", new), new, old)
+def _kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) -> Expr:
+    """A NaN or an infinity never enters a state: such an element keeps what it had.
+
+    Where a reduction over the whole gradient is part of the value, all elements share its fate:
+    one bad number and each keeps what it had.
+    """
+    kept = g.unary("finite", new)
+    if flag is not None and any(e.op == "fold" and e.attr.block is None for e in walk([new])):
+        kept = g.logic("land", kept, g.unary("not", g.fold(flag)))
+    return g.select(kept, new, old)
 
 
 def _section(draft: Draft, k: int, part: Part) -> Section:

@@ -109,7 +109,8 @@ class _Scheduler:
 
     def run(self, nonfinite: Fold | None) -> tuple[Pass, ...]:
         draft = self.draft
-        for fold in self._global_folds(nonfinite):
+        folds = self._global_folds()
+        for fold in folds:
             self._place_fold(fold, self._level(fold))
         for found in self._filters():
             emits = [Store(array, value) for f, array, value in draft.emits if f is found]
@@ -125,7 +126,7 @@ class _Scheduler:
         for write in sorted(self._outputs(), key=lambda w: -self._level(w)):
             self._place(write, exact=False)
         self._place_states()
-        if nonfinite is not None:
+        if nonfinite is not None and nonfinite not in folds:
             self._place_flag(nonfinite)
         passes = [(p.level, i, self._close(p)) for i, p in enumerate(self.open)]
         passes += [(level, len(self.open) + i, p) for i, (level, _, p) in enumerate(self.fixed)]
@@ -167,9 +168,9 @@ class _Scheduler:
                 elif x.op == "pick":
                     todo += [x.attr.value, x.attr.key]
 
-    def _global_folds(self, nonfinite: Fold | None) -> list[Fold]:
+    def _global_folds(self) -> list[Fold]:
         found = {x.attr: None for x in self._reachable() if x.op == "fold"}
-        folds = [f for f in found if f.block is None and f is not nonfinite]
+        folds = [f for f in found if f.block is None]
         return sorted(folds, key=self._level)
 
     def _filters(self) -> list[Filter]:

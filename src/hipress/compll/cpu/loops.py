@@ -293,19 +293,28 @@ class Loops:
 
     # Scatters.
 
-    def scatter(self, name: str, p: Scatter, out: Lines, known: Known) -> None:
-        """Adds each value at its index; an index out of range ends it."""
+    def check(self, name: str, p: Scatter, out: Lines, known: Known) -> None:
+        """Looks for an index out of range."""
         body, target = Lines(depth=1), p.array.name
         args: dict[str, None] = {"I": None, target: None}
         body(f"size = len({target})")
+        self._start([], body)
+        inside = self._inside([p.index], known, args)
+        print_values([p.index], body, self._spell(args, {}), inside, self.shared.fresh)
+        body(f"k = i64({inside[p.index]})")
+        body("if k < 0 or k >= size:")
+        body(f"    {self.shared.slots.int('status')} = 1")
+        self._call(name, args, body, [], out)
+
+    def scatter(self, name: str, p: Scatter, out: Lines, known: Known) -> None:
+        """Adds each value at its index."""
+        body, target = Lines(depth=1), p.array.name
+        args: dict[str, None] = {target: None}
         self._start([], body)
         roots = [p.index, p.value]
         inside = self._inside(roots, known, args)
         print_values(roots, body, self._spell(args, {}), inside, self.shared.fresh)
         body(f"k = i64({inside[p.index]})")
-        body("if k < 0 or k >= size:")
-        body(f"    {self.shared.slots.int('status')} = 1")
-        body("    return")
         old = loaded(p.array, f"{target}[k]")
         body(f"{target}[k] = {stored(p.array, f'{old} + {inside[p.value]}')}")
         self._call(name, args, body, [], out)

@@ -276,13 +276,17 @@ def _scatter(shared: Shared, name: str, p: Scatter, out: Lines) -> None:
     loops = Loops(shared, TILE, roots, [])
     head = Lines()
     known = _open(shared, name, head, roots, [p.array], p.length, TILE)
-    if p.clear:
-        head(f"{p.array.name}[:] = 0")
     loops.buffers(head)
-    loops.tiles(head, known)
-    loops.scatter(f"{name}_add", p, head, known)
+    # Every index is checked before anything is written: a refused payload changes nothing.
+    loops.tiles(head, dict(known))
+    loops.check(f"{name}_check", p, head, known)
     head(f"if {shared.slots.int('status')} != 0:")
     head("    return")
+    head.depth -= 1
+    if p.clear:
+        head(f"{p.array.name}[:] = 0")
+    loops.tiles(head, known)
+    loops.scatter(f"{name}_add", p, head, known)
     out.text += loops.functions.text + head.text
     _end(out)
     shared.steps.append(Step(name, TILE))

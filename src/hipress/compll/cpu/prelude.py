@@ -24,6 +24,14 @@ def _max(a: Any, b: Any) -> Any:
     return a if a > b else b
 
 
+def _min_nan(a: Any, b: Any) -> Any:
+    return a if a < b or a != a else b
+
+
+def _max_nan(a: Any, b: Any) -> Any:
+    return a if a > b or a != a else b
+
+
 def _sign_f(x: Any) -> Any:
     return f32(1.0) if x > f32(0.0) else (f32(-1.0) if x < f32(0.0) else f32(0.0))
 

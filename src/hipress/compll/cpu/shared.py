@@ -138,7 +138,8 @@ class Shared:
         if f.kind == "sum":
             return f"{a} + {b}"
         if f.kind in ("max", "min"):
-            return f"_{f.kind}({a}, {b})"
+            # A NaN among the results of tiles must not get lost when they are joined.
+            return f"_{f.kind}{'_nan' if f.type == 'float' else ''}({a}, {b})"
         assert f.combine is not None and f.carry is not None and f.item is not None
         known = {**self.known([f.combine]), f.carry: a, f.item: b}
         return f"{wide(f.type)}({self.print([f.combine], out, known)[0]})"
