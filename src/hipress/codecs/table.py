@@ -247,7 +247,13 @@ def _load(point: metadata.EntryPoint) -> Spec:
 
 
 def _text(spec: Spec) -> str:
-    return resources.files(spec.package).joinpath(spec.program).read_text("utf-8")
+    try:
+        return resources.files(spec.package).joinpath(spec.program).read_text("utf-8")
+    except (OSError, ModuleNotFoundError) as error:
+        raise UsageError(
+            f"the program {spec.program!r} is not in the package {spec.package!r} ({error}); list "
+            "it under the package's data files."
+        ) from error
 
 
 @lru_cache(maxsize=64)

@@ -10,8 +10,8 @@ from hipress.compll.ir import MAX_NUMEL, OPS, STORAGE_BITS, Array, Expr, Filter,
 
 _INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
 
-MAX_DEPTH = 300
-"""Operations one after another in a value; who walks it may recurse."""
+MAX_DEPTH = 150
+"""Operations one after another in a value: Python takes 200 nested parentheses in source."""
 
 
 class TooDeep(Exception):

@@ -34,7 +34,7 @@ Operator = Callable[["Expressions", ast.Call, "Env"], "Binding"]
 
 def element(player: Expressions, array: ArrayValue, ix: Expr) -> Expr:
     """The element at an index that a program computed: clamped into the array."""
-    if ix is _domain(player, array.length) or not isinstance(array, Computed | Sliced):
+    if ix is _domain(player, array.length) or not isinstance(array, Computed | Sliced | Kept):
         return array.at(ix)  # what lies in memory clamps for itself
     g = player.graph
     last = g.binary("sub", array.length, g.const(1))
@@ -350,7 +350,8 @@ def first_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     player.draft.requires.append(
         Require(g.logic("land", low, high), "a count is larger than the room it was given")
     )
-    player.draft.limits[count] = player.draft.limits.get(array.length, array.length)
+    if not count.host:
+        player.draft.limits[count] = player.draft.limits.get(array.length, array.length)
     # The element's own domain ends at `count`; the load is clamped to the array all the same.
     return Computed(count, array.elem, array.at)
 

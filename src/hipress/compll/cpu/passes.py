@@ -186,7 +186,8 @@ def _compact(shared: Shared, name: str, p: Compact, out: Lines) -> None:
     for key in ("index", *saved.values()):
         shared.view_record(records[key], head)
         head(f"to_{key} = {records[key].name}[part * capacity : (part + 1) * capacity]")
-    head("if part > 0:")
+    if p.emits:
+        head("if part > 0:")
     for array in (s.array for s in p.emits):
         record = records[array.name].name
         head(f"    to_{array.name} = {record}[part * capacity : (part + 1) * capacity]")
@@ -238,6 +239,27 @@ def _gather(
     head(f"capacity = i64({shared.print([p.filter.capacity], head, known)[0]})")
     ranges = shared.ranges()
     head(f"count = {ranges}[{MAX_RANGES}]")
+    if loops.can_share(p):
+        _gather_ranges(loops, name, p, saved, records, head, known)
+    head(f"{shared.slots.int(p.filter)} = count")
+    for s in p.emits:
+        head(f"{s.array.name}[count:] = 0")
+    out.text += loops.functions.text + head.text
+    _end(out)
+    shared.steps.append(Step(f"{name}_gather", TILE))
+
+
+def _gather_ranges(
+    loops: Loops,
+    name: str,
+    p: Compact,
+    saved: dict[Array, str],
+    records: dict[str, Record],
+    head: Lines,
+    known: Known,
+) -> None:
+    """Prints the loop over the ranges after the first."""
+    ranges = loops.shared.ranges()
     head(f"for part in range(1, {MAX_RANGES}):")
     head.depth += 1
     head(f"taken = {ranges}[part + {MAX_RANGES}]")
@@ -254,12 +276,6 @@ def _gather(
         loops.put_back(f"{name}_back", p, saved, head, known)
     head("count += first")
     head.depth -= 1
-    head(f"{shared.slots.int(p.filter)} = count")
-    for s in p.emits:
-        head(f"{s.array.name}[count:] = 0")
-    out.text += loops.functions.text + head.text
-    _end(out)
-    shared.steps.append(Step(f"{name}_gather", TILE))
 
 
 def _each(roots: list[Expr], known: Known, out: Lines) -> None:

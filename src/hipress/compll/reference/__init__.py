@@ -216,7 +216,8 @@ class _Printer:
             self._order(p)
         else:
             for s, text in zip(p.stores, self.values([s.value for s in p.stores]), strict=True):
-                self.out(f"{s.array.name}[0] = {text}")
+                dtype = "f32" if s.array.type == "float" else "i64"
+                self.out(f"_save({s.array.name}, {s.array.storage!r}, np.full(1, {text}, {dtype}))")
         # Texts of elements name this pass's variables; what is the same everywhere may stay.
         self.known = {
             e: t for e, t in self.known.items() if e in before or e.op in ("count", "pick")

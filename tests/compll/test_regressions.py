@@ -1,0 +1,414 @@
+"""Programs that the compiler once got wrong, each as small as it goes.
+
+The oracle gives the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hipress.compll.derive import PLAIN, Variant
+from hipress.errors import ProgramError
+from tests.compll.harness import bound, decode, encode, run, run_oracle
+from tests.compll.oracle import Refused
+
+X = np.array([0.5, -1.5, 2.5, -3.5, 0.25, 7, -8, 3, 1.25, 0.75, 9, -0.5], np.float32)
+ADD = "[&](float a, float b) -> float { return a + b; }"
+SENT = "void XDecode(uint8* c, float* g) { float* v; extract(c, v); g = v; }"
+LARGEST = """void XDecode(uint8* c, float* g) {
+    uint32 k; float* v;
+    extract(c, k, v);
+    float s = reduce(first(v, k), 0.0, max);
+    g = map(range(g.size), [&](int i) -> float { return s; });
+}"""
+TAKE = """uint32* ix = filter(range(g.size), [&](int i) -> uint1 { return g[i] > 1.0; }, 4);
+    float* v = gather(g, ix);
+    uint32 k = ix.size;
+    """
+BACK = TAKE + "float* d = scatter(ix, v, g.size);\n    "
+BLOCKED = """per (8) {
+        float s = reduce(g, 0.0, max);
+        float* a = map(g, [&](float x) -> float { return x / s; });
+    }
+    """
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program by the body of its encode function."""
+
+    name: str
+    body: str
+    decode: str = SENT
+    args: str = ""
+    feedback: bool = False
+    states: int = 0
+    params: dict[str, Any] = field(default_factory=dict)
+    backends: tuple[str, ...] = ("reference",)
+    open: str = ""
+    """What is wrong with it still."""
+
+    @property
+    def text(self) -> str:
+        head = f"void XEncode(float* g, uint8* c{self.args})"
+        return f"{head} {{\n    {self.body}\n}}\n{self.decode}\n"
+
+
+BOTH = ("reference", "cpu")
+CODES = """void XDecode(uint8* c, float* g) {
+    uint4* q;
+    extract(c, q);
+    g = map(q, [&](uint4 x) -> float { return x; });
+}"""
+CASES = [
+    # A lambda sees a name's value at the time of the call, not the last one it gets.
+    Case(
+        "a number changed after a map that used it",
+        "float s = 1.0; float* a = map(g, [&](float x) -> float { return x * s; });"
+        " s = 2.0; c = concat(a);",
+    ),
+    Case(
+        "an array changed after a lambda that read it",
+        "float* b = g; float* a = map(range(g.size), [&](int i) -> float { return b[i]; });"
+        " b = map(b, [&](float x) -> float { return x * 2.0; }); c = concat(a);",
+    ),
+    Case(
+        "an array made from itself by index",
+        "float* b = g; b = map(range(g.size), [&](int i) -> float { return b[i] * 2.0; });"
+        " c = concat(b);",
+    ),
+    Case(
+        "a state read by index before it is written",
+        "float* a = map(range(g.size), [&](int i) -> float { return u[g.size - 1 - i] + g[i]; });"
+        " u = a; c = concat(a);",
+        args=", inout float* u",
+        states=1,
+    ),
+    # Old values of a state last until all is read, by single numbers too.
+    Case(
+        "one element of a state, sent beside its new values",
+        f"float f = u[0]; u = map(u, g, {ADD}); float* v = map(u, [&](float x) -> float"
+        " { return x; }); c = concat(f, v);",
+        "void XDecode(uint8* c, float* g) { float f; float* v; extract(c, f, v); g = v; }",
+        args=", inout float* u",
+        states=1,
+        backends=BOTH,
+    ),
+    Case(
+        "one element of the gradient under error feedback",
+        "float f = g[1]; uint8* q = map(g, [&](float a) -> uint8 { return a; }); c = concat(f, q);",
+        "void XDecode(uint8* c, float* g) { float f; uint8* q; extract(c, f, q);"
+        " g = map(q, [&](uint8 x) -> float { return x; }); }",
+        feedback=True,
+        backends=BOTH,
+    ),
+    # What a filter took, used beyond the pass that took it.
+    Case(
+        "kept values scaled by their own maximum",
+        TAKE + "float s = reduce(v, 0.0, max); float* q = map(v, [&](float x) -> float"
+        " { return x / s; }); c = concat(k, q);",
+        LARGEST,
+    ),
+    Case(
+        "kept values that ask how many they are",
+        TAKE + "float* q = map(v, [&](float x) -> float { return x / k; }); c = concat(k, q);",
+        LARGEST,
+    ),
+    Case(
+        "a sum of what was scattered back",
+        BACK + f"float s = reduce(d, 0.0, {ADD}); float* a = map(g, [&](float x) -> float"
+        " { return x + s; }); c = concat(a);",
+    ),
+    Case(
+        "a block's sum of what was scattered back",
+        BACK + f"per (8) {{ float s = reduce(d, 0.0, {ADD}); float* a = map(g, [&](float x) ->"
+        " float { return x + s; }); } c = concat(a);",
+    ),
+    Case(
+        "what was scattered back, used after a reduction",
+        BACK + f"float s = reduce(v, 0.0, {ADD}); float* a = map(d, [&](float x) -> float"
+        " { return x / s; }); c = concat(a);",
+    ),
+    Case(
+        "two filters, both scattered back",
+        BACK + "uint32* jx = filter(range(g.size), [&](int i) -> uint1 { return g[i] < -1.0; }, 4);"
+        f" float* e = scatter(jx, gather(g, jx), g.size); float* a = map(d, e, {ADD});"
+        " c = concat(a);",
+    ),
+    Case(
+        "a running sum of what was scattered back",
+        BACK + f"float* a = scan(d, 0.0, {ADD}); c = concat(a);",
+    ),
+    Case(
+        "a filter of what was scattered back",
+        BACK + "uint32* jx = filter(range(g.size), [&](int i) -> uint1 { return d[i] > 3.0; }, 4);"
+        " float* e = scatter(jx, gather(g, jx), g.size); c = concat(e);",
+    ),
+    # What a per scope made, used by an operator that goes over the whole array.
+    Case(
+        "a filter of what a per scope made",
+        BLOCKED + "float* v = filter(a, [&](float x) -> uint1 { return x > 0.5; }, 4);"
+        " uint32 k = v.size; c = concat(k, v);",
+        LARGEST,
+    ),
+    Case(
+        "a running sum of what a per scope made",
+        BLOCKED + f"float* b = scan(a, 0.0, {ADD}); c = concat(b);",
+    ),
+    Case(
+        "a scatter of what a per scope made",
+        BLOCKED + "float* b = scatter(range(g.size), a, g.size); c = concat(b);",
+    ),
+    Case(
+        "a whole-gradient reduction of what a per scope made",
+        "per (8) { float m = reduce(g, 0.0, max); uint8* q = map(g, [&](float a) -> uint8"
+        " { return a + m; }); } int t = reduce(q, 0, [&](int a, int b) -> int { return a | b; });"
+        " float* a = map(g, [&](float x) -> float { return x + t; }); c = concat(a);",
+        backends=BOTH,
+    ),
+    Case(
+        "what two per scopes made, of different blocks, in one map",
+        BLOCKED + "per (16) { float t = reduce(g, 0.0, max); float* b = map(g, [&](float x) ->"
+        f" float {{ return x / t; }}); }} float* d = map(a, b, {ADD}); c = concat(d);",
+    ),
+    Case(
+        "what a per scope made, in a per scope of larger blocks",
+        BLOCKED + "per (16) { float t = reduce(g, 0.0, max); float* b = map(g, a, [&](float x,"
+        " float y) -> float { return x / t + y; }); } c = concat(b);",
+    ),
+    Case(
+        "an index past the end of a block",
+        "per (8) { float* a = map(range(g.size), [&](int i) -> float { return g[i + 1]; }); }"
+        " c = concat(a);",
+    ),
+    Case(
+        "an index past the end of a computed array",
+        "int* r = range(g.size); float* a = map(range(g.size), [&](int i) -> float"
+        " { return r[i + 1]; }); c = concat(a);",
+    ),
+    # Numbers made of literals and parameters alone.
+    Case(
+        "a float16 literal",
+        "float16 h = 0.1; float* a = map(g, [&](float x) -> float { return x * h; });"
+        " c = concat(a);",
+    ),
+    Case(
+        "a bfloat16 literal",
+        "bfloat16 h = 0.1; float* a = map(g, [&](float x) -> float { return x * h; });"
+        " c = concat(a);",
+    ),
+    Case(
+        "a remainder by zero",
+        "int k = 10 % 0; float* a = map(g, [&](float x) -> float { return x + k; });"
+        " c = concat(a);",
+    ),
+    Case(
+        "a division of floats by zero",
+        "float k = 1.0 / 0.0; float* a = map(g, [&](float x) -> float { return min(x, k); });"
+        " c = concat(a);",
+    ),
+    Case(
+        "a shift by more bits than there are",
+        "int k = 1 << 70; float* a = map(g, [&](float x) -> float { return x + k; });"
+        " c = concat(a);",
+    ),
+    Case(
+        "a parameter divided",
+        "float s = t / 2.0; float* a = map(g, [&](float x) -> float { return x * s; });"
+        " c = concat(a);",
+        "void XDecode(uint8* c, float* g, float t) { float* v; extract(c, v); g = v; }",
+        args=", float t",
+        params={"t": 3.0},
+    ),
+    Case(
+        "a constant choice between an int and a float",
+        "float k = (1 ? 3 : 2.5) / 2; float* a = map(g, [&](float x) -> float { return x + k; });"
+        " c = concat(a);",
+    ),
+    Case(
+        "a number sent and used by decode under error feedback",
+        "float s = t * 0.1; uint8* q = map(g, [&](float a) -> uint8 { return a; });"
+        " c = concat(s, q);",
+        "void XDecode(uint8* c, float* g, float t) { float s; uint8* q; extract(c, s, q);"
+        " g = map(q, [&](uint8 x) -> float { return x * log2(s + 1.0); }); }",
+        args=", float t",
+        params={"t": 0.7},
+        feedback=True,
+    ),
+    Case(
+        "an int that passes through a float",
+        "uint32* q = map(range(g.size), [&](int i) -> uint32 { float f = i + 16777216;"
+        " return f; }); c = concat(q);",
+        "void XDecode(uint8* c, float* g) { uint32* q; extract(c, q);"
+        " g = map(q, [&](uint32 x) -> float { return x - 16777216; }); }",
+    ),
+    # Packed codes where elements are written one at a time.
+    Case(
+        "codes of kept values",
+        TAKE + "uint1* n = map(v, [&](float x) -> uint1 { return x < 2.0; });"
+        " c = concat(k, ix, n);",
+        "void XDecode(uint8* c, float* g) { uint32 k; uint32* ix; uint1* n; extract(c, k, ix, n);"
+        " g = scatter(first(ix, k), map(first(n, k), [&](uint1 x) -> float"
+        " { return x ? -1.0 : 1.0; }), g.size); }",
+        backends=BOTH,
+    ),
+    Case(
+        "codes of a running sum, sorted, and scattered",
+        "uint4* n = scan(map(g, [&](float x) -> uint4 { return x > 0.0; }), 0,"
+        " [&](uint4 a, uint4 b) -> uint4 { return a + b; });"
+        " uint4* s = sort(map(g, [&](float x) -> uint4 { return x; }));"
+        " uint4* t = scatter(range(g.size), s, g.size);"
+        " uint4* q = map(n, t, [&](uint4 a, uint4 b) -> uint4 { return a ^ b; }); c = concat(q);",
+        CODES,
+        backends=BOTH,
+    ),
+    Case(
+        "a code for each block",
+        "per (8) { uint4 e = reduce(map(g, abs), 0.0, max); } c = concat(e, g);",
+        "void XDecode(uint8* c, float* g) { uint4 e[blocks(g.size, 8)]; float* v;"
+        " extract(c, e, v); per (8) { g = map(v, [&](float x) -> float { return x + e; }); } }",
+        backends=BOTH,
+    ),
+    Case(
+        "16-bit floats sorted",
+        "float16* s = sort(map(g, [&](float x) -> float16 { return x; }));"
+        " float* a = map(s, [&](float16 x) -> float { return x; }); c = concat(a);",
+        backends=BOTH,
+    ),
+    Case(
+        "codes that add up to more than they hold",
+        "uint8* s = scatter(map(range(g.size), [&](int i) -> int { return i / 5; }),"
+        " map(g, [&](float a) -> uint8 { return 100; }), g.size);"
+        " float* a = map(s, [&](uint8 x) -> float { return x; }); c = concat(a);",
+        backends=BOTH,
+    ),
+    Case(
+        "an index past the last kept value",
+        "float* p = filter(g, [&](float x) -> uint1 { return x > 1.0; }, 9); float s = p[7];"
+        " float* a = map(g, [&](float x) -> float { return x + s; }); c = concat(a);",
+    ),
+    Case(
+        "how many pass a filter, and nothing else",
+        "uint32 k = filter(g, [&](float x) -> uint1 { return x > 0.5; }, 3).size;"
+        " float* v = map(g, [&](float x) -> float { return x + k; }); c = concat(v);",
+        backends=BOTH,
+    ),
+    Case(
+        "random numbers beside a filter",
+        TAKE + "float* q = map(g, [&](float x) -> float { return random<float>(0, 1); });"
+        " c = concat(k, ix, q);",
+        "void XDecode(uint8* c, float* g) { uint32 k; uint32* ix; float* q;"
+        " extract(c, k, ix, q); g = q; }",
+        backends=BOTH,
+    ),
+    Case(
+        "16-bit numbers",
+        "float16 h = g[1]; bfloat16 b = g[2]; c = concat(h, b, g);",
+        "void XDecode(uint8* c, float* g) { float16 h; bfloat16 b; float* v; extract(c, h, b, v);"
+        " g = map(v, [&](float x) -> float { return x + h + b; }); }",
+        backends=BOTH,
+    ),
+    Case(
+        "the first few, of a number that the host knows",
+        "float* v = first(g, min(g.size, 2)); c = concat(v);",
+        "void XDecode(uint8* c, float* g) { float* v; extract(c, v);"
+        " g = map(range(g.size), [&](int i) -> float { return v[i]; }); }",
+    ),
+    Case(
+        "a reduction of what decode was sent",
+        TAKE + "c = concat(k, v);",
+        LARGEST,
+        backends=BOTH,
+    ),
+    Case(
+        "a running sum of kept values",
+        TAKE + f"float* w = scan(v, 0.0, {ADD}); float s = w[1]; float* a = map(g, [&](float x)"
+        " -> float { return x + s; }); c = concat(a);",
+        backends=BOTH,
+    ),
+]
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(
+            case,
+            backend,
+            id=f"{case.name}-{backend}",
+            marks=[pytest.mark.xfail(strict=True, reason=case.open)] if case.open else [],
+        )
+        for case in CASES
+        for backend in case.backends
+    ]
+
+
+@pytest.mark.parametrize(("case", "backend"), cases())
+def test_means_what_the_oracle_means(case: Case, backend: str) -> None:
+    states = [np.linspace(-1, 2, len(X), dtype=np.float32) for _ in range(case.states)]
+    states += [np.full(len(X), 0.375, np.float32)] if case.feedback else []
+    variant = Variant(feedback=True) if case.feedback else PLAIN
+    got = run(bound(case.text, case.params), backend, X, states, variant=variant)
+    want = run_oracle(case.text, case.params, X, states, variant=variant)
+    np.testing.assert_allclose(got.decoded, want.decoded, rtol=1e-6)
+    assert got.body.tobytes() == want.body.tobytes()
+    for a, b in zip(got.states, want.states, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+REFUSED = {
+    "random numbers in a reduction's lambda": (
+        "float s = reduce(g, 0.0, [&](float a, float b) -> float { return max(a, b) + 0.0 *"
+        " random<float>(0, 1); }); float* v = map(g, [&](float x) -> float { return x + s; });"
+        " c = concat(v);",
+        SENT,
+    ),
+    "a reduction whose arguments have two types": (
+        "int k = reduce(g, 0, [&](int a, float b) -> int { return a + (b > 0.4); });"
+        " float* v = map(g, [&](float x) -> float { return x + k; }); c = concat(v);",
+        SENT,
+    ),
+    "a reduction inside a reduction's lambda": (
+        "float k = reduce(g, 0.0, [&](float a, float b) -> float { return a + reduce(map(g,"
+        " [&](float z) -> float { return z * b; }), 0.0, max); });"
+        " float* v = map(g, [&](float x) -> float { return x + k; }); c = concat(v);",
+        SENT,
+    ),
+    "random in a decode function": (
+        "uint8* q = map(g, [&](float a) -> uint8 { return a; }); c = concat(q);",
+        "void XDecode(uint8* c, float* g) { uint8* q; extract(c, q);"
+        " g = map(q, [&](uint8 x) -> float { return x + random<float>(0, 1); }); }",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_before_any_code_is_made(name: str) -> None:
+    body, decoder = REFUSED[name]
+    text = f"void XEncode(float* g, uint8* c) {{ {body} }}\n{decoder}\n"
+    with pytest.raises(ProgramError):
+        bound(text).kernels(variant=Variant(feedback=True))
+
+
+@pytest.mark.parametrize("backend", BOTH)
+def test_an_index_out_of_range_in_encode_is_an_error(backend: str) -> None:
+    body = (
+        "float* s = scatter(map(range(g.size), [&](int i) -> int { return i * 2; }), g, g.size);"
+        " c = concat(s);"
+    )
+    program = bound(f"void XEncode(float* g, uint8* c) {{ {body} }}\n{SENT}\n")
+    with pytest.raises(IndexError, match="an index of a scatter is out of range"):
+        encode(program, backend, X)
+
+
+@pytest.mark.parametrize("backend", BOTH)
+def test_an_index_out_of_range_in_a_payload_is_refused(backend: str) -> None:
+    case = next(c for c in CASES if c.name == "codes of kept values")
+    program = bound(case.text)
+    _, body, _ = encode(program, backend, X)
+    body[16:20] = 255
+    with pytest.raises(Refused, match="an index in the payload is out of range"):
+        decode(program, backend, body, len(X))
