@@ -41,7 +41,7 @@ WRONG: dict[str, tuple[str, str]] = {
     # Syntax.
     "a missing semicolon": (
         encoder("float x = 1", "@c = concat(g);"),
-        "found 'c'; expected ')', ';'",
+        "found 'c'; expected ';', ')'",
     ),
     "a missing bracket": (encoder("float x = (1 + 2@;"), "found ';'; expected ')'"),
     "an end too early": ("void XEncode(float* g, uint8* c) {@", "found the end of the file"),
@@ -254,7 +254,7 @@ WRONG: dict[str, tuple[str, str]] = {
     # The per scope.
     "a block of twelve": (
         encoder("per (@12) { float s = g[0]; }"),
-        "a block of 12 elements; it must be a multiple of 8",
+        "a block of 12 elements; it must be a positive multiple of 8",
     ),
     "a block of none": (encoder("per (@0) { float s = g[0]; }"), "a block of 0 elements"),
     "a block that varies": (

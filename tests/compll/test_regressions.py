@@ -412,3 +412,41 @@ def test_an_index_out_of_range_in_a_payload_is_refused(backend: str) -> None:
     body[16:20] = 255
     with pytest.raises(Refused, match="an index in the payload is out of range"):
         decode(program, backend, body, len(X))
+
+
+HOSTILE_COUNT = """void XEncode(float* g, uint8* c) {
+    int k = reduce(map(g, [&](float x) -> int { return x; }), 0, [&](int a, int b) -> int {
+        return a + b; });
+    float* s = scan(first(g, k), 0.0, [&](float a, float b) -> float { return a + b; });
+    float* q = map(range(g.size), [&](int i) -> float { return s[i]; });
+    c = concat(q);
+}
+"""
+FAR = """void XEncode(float* g, uint8* c) {
+    float* t = map(range(4), [&](int i) -> float { return i; });
+    c = concat(t);
+}
+void XDecode(uint8* c, float* g) {
+    float t[4];
+    extract(c, t);
+    g = map(range(g.size), [&](int i) -> float { return t[3000]; });
+}
+"""
+
+
+@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize(("value", "last"), [(2.0, 200.0), (20000.0, 2e6), (-5.0, 0.0)])
+def test_a_count_that_encode_made_stays_inside_the_array(
+    value: float, last: float, backend: str
+) -> None:
+    x = np.full(100, value, np.float32)
+    program = bound(HOSTILE_COUNT + SENT)
+    _, body, _ = encode(program, backend, x)
+    assert decode(program, backend, body, len(x))[-1] == last
+
+
+@pytest.mark.parametrize("backend", BOTH)
+def test_a_literal_index_past_the_end_is_clamped(backend: str) -> None:
+    program = bound(FAR)
+    _, body, _ = encode(program, backend, X)
+    assert set(decode(program, backend, body, len(X)).tolist()) == {3.0}

@@ -128,6 +128,7 @@ class ProgramCodec(Codec):
         return HEAD_BYTES + self._body_bytes(numel)
 
     def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
+        tensors.storage(x, "the gradient")
         state: State = {}
         for name in self._state_names:
             state[name] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)

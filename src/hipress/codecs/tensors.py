@@ -17,6 +17,10 @@ STORAGE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 def storage(x: torch.Tensor, what: str) -> str:
     """The storage name of a gradient's dtype; refuses what no kernel takes."""
+    if not isinstance(x, torch.Tensor):
+        raise UsageError(
+            f"{what} is a {type(x).__name__}; a codec takes a torch.Tensor: use torch.as_tensor(x)."
+        )
     if x.dtype not in STORAGE:
         choices = ", ".join(str(d).removeprefix("torch.") for d in STORAGE)
         raise UsageError(

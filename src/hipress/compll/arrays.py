@@ -265,6 +265,8 @@ class Draft:
     """Reductions by what they are, so that equal ones are one."""
     limits: dict[Expr, Expr] = field(default_factory=dict)
     """Largest value, known to the host, of each length that is not."""
+    enforces: bool = False
+    """Whether the kernel checks `requires` before anything runs."""
     fusing: bool = False
     """Whether what a filter took may be asked for: only where its own pass will answer."""
     whole: bool = False

@@ -276,7 +276,7 @@ class _Player(Expressions):
         if size.attr < 8 or size.attr % 8:
             self.fail(
                 s.size,
-                f"a block of {size.attr} elements; it must be a multiple of 8, so "
+                f"a block of {size.attr} elements; it must be a positive multiple of 8, so "
                 "that packed blocks start on a whole byte",
             )
         scope = Env(outer=env, block=size.attr)

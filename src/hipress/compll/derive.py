@@ -151,7 +151,7 @@ def decode_kernel(
 ) -> Kernel:
     """The kernel that turns a payload body into a gradient, times alpha; `add` adds to it."""
     g = Graph()
-    draft = Draft(g)
+    draft = Draft(g, enforces=True)
     parts = _received(draft, pair, params)
     source, function = pair.decode
     played = check.play(source, function, draft, params=params, payload=parts)

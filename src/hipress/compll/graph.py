@@ -87,7 +87,8 @@ class Graph:
 
     def load(self, array: Array, index: Expr) -> Expr:
         aligned = index.op == "idx" and index.attr is array.length
-        safe = aligned or index.op == "bnum" or (index.op == "const" and array.length.op == "const")
+        fixed = index.op == "const" and array.length.op == "const"
+        safe = aligned or index.op == "bnum" or (fixed and 0 <= index.attr < array.length.attr)
         bounds = None
         if array.type == "int" and array.storage != "i64":
             bounds = (0, 2 ** STORAGE_BITS[array.storage] - 1)

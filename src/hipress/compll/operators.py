@@ -350,6 +350,8 @@ def first_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     player.draft.requires.append(
         Require(g.logic("land", low, high), "a count is larger than the room it was given")
     )
+    if not player.draft.enforces:  # nobody checks the count there: it must not run past the array
+        count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
     if not count.host:
         player.draft.limits[count] = player.draft.limits.get(array.length, array.length)
     # The element's own domain ends at `count`; the load is clamped to the array all the same.

@@ -101,13 +101,15 @@ def _expected(error: lark.exceptions.UnexpectedToken) -> str:
     token = error.token
     before = getattr(error.interactive_parser.parser_state, "value_stack", [])
     if token.type == "NAME" and before and isinstance(before[-1], lark.Token):
-        if before[-1].type == "NAME":  # two names side by side: the first was meant as a type
+        if (
+            before[-1].type == "NAME" and str(before[-1]) not in _TYPES
+        ):  # two names side by side: the first was meant as a type
             return f"{str(before[-1])!r} is not a type; types: {_TYPES}"
     found = "the end of the file" if token.type == "$END" else f"{str(token)!r}"
     written = {t.name: t.pattern.value for t in _parser().terminals}
     names = sorted(
         (_TERMINALS.get(name) or f"'{written.get(name, name.lower())}'" for name in error.expected),
-        key=lambda shown: (shown not in ("';'", "')'"), shown),  # what is most often forgotten
+        key=lambda shown: (shown != "';'", shown != "')'", shown),  # what is most often forgotten
     )
     if len(names) > 8:  # at an expression's start: the list would hide the message
         names = ["an expression"] if "a number" in names else [*names[:8], "..."]

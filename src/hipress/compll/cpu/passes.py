@@ -316,6 +316,8 @@ def _scan(shared: Shared, name: str, p: Scan, out: Lines) -> None:
     out(f"item = {wide(f.type)}({shared.print([f.body], out, known)[0]})")
     out(f"acc = {wide(f.type)}({shared.combined(f, 'acc', 'item', out)})")
     out(f"{p.array.name}[i] = {stored(p.array, 'acc')}")
+    out.depth -= 1
+    out(f"{p.array.name}[max(length, 0) :] = 0")  # room that a shorter array leaves
     _end(out)
     shared.steps.append(Step(name, TILE))
 

@@ -159,7 +159,7 @@ def _at(array: Any, ix: Any) -> Any:
 
 def _at_packed(array: Any, ix: Any, length: Any, bits: Any) -> Any:
     """An element of a packed array, the index clamped."""
-    if length == 0:
+    if length <= 0:
         return i32(0)
     bit = min(max(i64(ix), i64(0)), i64(length) - 1) * i64(bits)
     return i32((i32(array[bit >> 3]) >> i32(bit & 7)) & ((1 << bits) - 1))

@@ -382,7 +382,8 @@ class _Printer:
         out(f"{rows}.append({acc})")
         out.depth -= 1
         kind = "f32" if f.type == "float" else "i64"
-        out(f"_save({p.array.name}, {p.array.storage!r}, np.array({rows}, {kind}))")
+        target = f"{p.array.name}[: len({rows})]"
+        out(f"_save({target}, {p.array.storage!r}, np.array({rows}, {kind}))")
 
     def _scatter(self, p: Scatter) -> None:
         out = self.out
