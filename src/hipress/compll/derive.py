@@ -55,6 +55,9 @@ class Variant:
 
 PLAIN = Variant()
 
+_STATES = ("state", "residual", "momentum")
+"""How the names of arrays start that are read and written."""
+
 ALPHA = "@alpha"
 MU = "@mu"
 RHO = "@rho"
@@ -120,6 +123,7 @@ def _encode_kernel(
             raise AssertionError("a state changed its length")
         with draft.fused(fuse):
             old, new = g.load(array, i), g.to_float(draft.element(final, i))
+        new = _told_first(draft, new)
         if new is not old:
             draft.writes.append(Write(array, _kept_if_finite(g, new, old, flag), g.n, True))
     if variant.feedback:
@@ -235,6 +239,7 @@ def _feedback(
     i = g.idx(g.n)
     with draft.fused(fuse):
         left = g.binary("sub", value.at(i), g.to_float(draft.element(played.gradient, i)))
+    left = _told_first(draft, left)
     kept = _kept_if_finite(g, left, g.load(residual, i), flag)
     draft.writes.append(Write(residual, kept, g.n, True))
 
@@ -306,6 +311,18 @@ def _memory(part: Part) -> Array:
         return part.value.attr  # type: ignore[no-any-return]
     assert isinstance(part.value, Stored)
     return part.value.array
+
+
+def _told_first(draft: Draft, new: Expr) -> Expr:
+    """A state's new value; one that reads states at other indices is told before any is written."""
+    g = draft.graph
+    reads = [e for e in walk([new]) if e.op in ("load", "load_clamped")]
+    aside = [e for e in reads if e.args[0].op != "idx" and e.attr.name.startswith(_STATES)]
+    if not aside:
+        return new
+    told = draft.temp(FLOAT, g.n)
+    draft.writes.append(Write(told, new, g.n, False))
+    return g.load(told, g.idx(g.n))
 
 
 def _used(passes: tuple[Pass, ...]) -> set[Array]:
