@@ -115,13 +115,16 @@ def run(
     *,
     into: np.ndarray | None = None,
     alpha: float = 0.5,
+    add: bool = True,
     **options: Any,
 ) -> Result:
-    """encode, decode and decode_add of one gradient."""
+    """encode, decode and, with `add`, decode_add of one gradient."""
     flag, body, after = encode(program, backend, x, states, **options)
     options.pop("rng", None)
     decoded = decode(program, backend, body, len(x), **options)
     base = np.zeros(len(x), decoded.dtype) if into is None else into
+    if not add:
+        return Result(flag, body, decoded, base, after)
     added = decode(program, backend, body, len(x), into=base, alpha=alpha, **options)
     return Result(flag, body, decoded, added, after)
 
