@@ -19,6 +19,7 @@ def test_defaults():
     assert settings.num_threads(environ) == 1
     assert settings.backend(environ) == "auto"
     assert settings.log_level(environ) == logging.WARNING
+    assert settings.fashion_mnist(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,9 @@ def test_defaults():
         (settings.backend, "HIPRESS_BACKEND", "CPU", "cpu"),
         (settings.log_level, "HIPRESS_LOG", "debug", logging.DEBUG),
         (settings.log_level, "HIPRESS_LOG", "INFO", logging.INFO),
+        (settings.fashion_mnist, "HIPRESS_FASHION_MNIST", "/some/where", Path("/some/where")),
+        (settings.fashion_mnist, "HIPRESS_FASHION_MNIST", "~/data", Path("~/data").expanduser()),
+        (settings.fashion_mnist, "HIPRESS_FASHION_MNIST", "none", None),
     ],
 )
 def test_values(function, name, text, value):
@@ -69,7 +73,7 @@ def test_cache_dir_follows_xdg(base, expected):
             "HIPRESS_BACKEND",
             "referense",
             "HIPRESS_BACKEND is 'referense' (did you mean 'reference'?); "
-            "it must be one of auto, reference, cpu; "
+            "it must be one of auto, reference, cpu, gpu; "
             "correct it, or unset it to use the default, 'auto'",
         ),
         (
@@ -86,6 +90,14 @@ def test_cache_dir_follows_xdg(base, expected):
             "HIPRESS_CACHE_DIR is 'kernels'; "
             "it must be an absolute path (a leading ~ is allowed); "
             "correct it, or unset it to use the default, '~/.cache/hipress'",
+        ),
+        (
+            settings.fashion_mnist,
+            "HIPRESS_FASHION_MNIST",
+            "data",
+            "HIPRESS_FASHION_MNIST is 'data'; "
+            "it must be an absolute path (a leading ~ is allowed), or none; "
+            "correct it, or unset it to use the default, 'none'",
         ),
     ],
 )

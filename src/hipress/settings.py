@@ -90,6 +90,11 @@ def backend(environ: Environ | None = None) -> str:
     return read(BACKEND, environ)
 
 
+def fashion_mnist(environ: Environ | None = None) -> Path | None:
+    """Return the folder of the Fashion-MNIST files, None where there is none."""
+    return read(FASHION_MNIST, environ)
+
+
 def log_level(environ: Environ | None = None) -> int:
     """Return the level for the logger `hipress`, as `logging` numbers them."""
     return read(LOG, environ)
@@ -140,6 +145,10 @@ def _absolute_path(raw: str) -> Path:
     return path
 
 
+def _path_or_none(raw: str) -> Path | None:
+    return None if raw == "none" else _absolute_path(raw)
+
+
 def _positive(raw: str) -> int:
     value = int(raw)
     if value < 1:
@@ -161,7 +170,7 @@ def _log_level(raw: str) -> int:
     return level
 
 
-_BACKENDS = ("auto", "reference", "cpu")
+_BACKENDS = ("auto", "reference", "cpu", "gpu")
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 CACHE_DIR = Setting(
@@ -198,5 +207,13 @@ LOG = Setting(
     choices=_LOG_LEVELS,
 )
 
-SETTINGS: tuple[Setting[Any], ...] = (CACHE_DIR, THREADS, BACKEND, LOG)
+FASHION_MNIST = Setting(
+    name="HIPRESS_FASHION_MNIST",
+    default=_fixed("none"),
+    meaning="folder of the Fashion-MNIST files, for `hipress bench convergence`",
+    rule="an absolute path (a leading ~ is allowed), or none",
+    parse=_path_or_none,
+)
+
+SETTINGS: tuple[Setting[Any], ...] = (CACHE_DIR, THREADS, BACKEND, LOG, FASHION_MNIST)
 """The table: every variable that HiPress reads."""

@@ -206,8 +206,17 @@ def test_build_of_a_lone_function(run, lone, tmp_path):
         (["build", ENCODE, "--param", "bitwidth=999"], "bitwidth=999 does not fit uint8"),
         (["build", ENCODE, "--param", "bits=2"], "has no parameter 'bits'; it takes: bitwidth"),
         (["show", "topk", "--param", "ratio=1e999"], "ratio=inf must be a finite number"),
-        (["show", "onebit", "--momentum", "1.0"], "--momentum 1.0 must be at least 0 and below 1"),
+        (["show", "onebit", "--momentum", "1.0"], "--momentum 1.0 must be from 0 to 0.999999"),
         (["show", "onebti"], "no program 'onebti'; give the path of a .pse file or the name of"),
+        (["show", "onebti"], "Did you mean 'onebit'?"),
+        (
+            ["check", "topk(ratio=0.1)"],
+            "'topk(ratio=0.1)' is a codec expression; give the program "
+            "alone, topk, and its parameters as --param NAME=VALUE (show and build also take --ef "
+            "and --momentum).",
+        ),
+        (["show", "momentum(ef(onebit))", "--stage", "ast"], "give the program alone, onebit, "),
+        (["build", "my.pse(bits=2)"], "give the program alone, my.pse, and its parameters as "),
         (["check", "nowhere.pse"], "cannot read the program nowhere.pse"),
         (["check", PROGRAMS], "cannot read the program"),
         (["build", "onebit", "-o", ENCODE], "cannot write to"),

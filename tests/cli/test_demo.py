@@ -48,6 +48,8 @@ def test_command_prints_a_table_and_writes_json(
         main(["demo", "--json", str(path)])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
+    assert "Error is ||decoded - gradient|| / ||gradient||: 0 is exact" in out
+    assert "see the mean of 20" in out and "right on average" in out
     assert "ef(onebit)" in out and out.rstrip().splitlines()[-1].startswith("Next: ")
     document = json.loads(path.read_text())
     assert document["command"] == "demo" and len(document["rows"]) >= 8

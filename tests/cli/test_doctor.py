@@ -87,12 +87,12 @@ def test_unknown_variables_are_shown_with_a_suggestion(monkeypatch, capsys):
 
 
 def test_a_bad_setting_is_reported_once(monkeypatch, capsys):
-    monkeypatch.setenv("HIPRESS_BACKEND", "gpu")
+    monkeypatch.setenv("HIPRESS_BACKEND", "cpus")
     code, out, err = run(capsys, "--json")
     assert code == 1
     assert err == (
-        "hipress: can not work here: HIPRESS_BACKEND is 'gpu' (did you mean 'cpu'?); "
-        "it must be one of auto, reference, cpu; "
+        "hipress: can not work here: HIPRESS_BACKEND is 'cpus' (did you mean 'cpu'?); "
+        "it must be one of auto, reference, cpu, gpu; "
         "correct it, or unset it to use the default, 'auto'\n"
     )
     assert json.loads(out)["ok"] is False

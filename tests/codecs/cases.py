@@ -39,6 +39,7 @@ class Case:
     feedback: bool = False
     mu: float | None = None
     nesterov: bool = False
+    """Of the wrapper; `dgc` has an option of its own for it."""
 
     @property
     def name(self) -> str:
@@ -51,35 +52,87 @@ class Case:
         return dict(item.strip().split("=") for item in inside.split(",") if item)
 
     @property
+    def own_memory(self) -> bool:
+        """Whether it keeps velocity and residual itself, and takes no wrapper."""
+        return self.name == "dgc"
+
+    @property
+    def states(self) -> set[str]:
+        """The names of its state, as long as the gradient each."""
+        names = {"residual"} if self.feedback else set()
+        names |= {"momentum"} if self.mu is not None else set()
+        names |= {"velocity", "residual"} if self.own_memory else set()
+        return names | ({"weight"} if self.weight_decay else set())
+
+    @property
     def random(self) -> bool:
-        """Whether it draws random numbers: to round, or to sample a threshold."""
-        sampled = self.name == "topk" and not self.exact
-        return self.name in ("minmax", "terngrad") or sampled
+        """Whether it draws random numbers: to round, to sample a threshold, to pick places."""
+        return self.rounds or self.sampled or self.name == "randomk"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it rounds at random."""
+        return self.name in ("minmax", "terngrad", "dithering")
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it sends indices and values of the largest elements."""
+        return self.name in RATIOS and self.name != "randomk"
+
+    @property
+    def sampled(self) -> bool:
+        """Whether it sends what is above a threshold that comes from a sample."""
+        return self.sparse and not self.exact
 
     @property
     def summed(self) -> bool:
         """Whether a scale comes from a sum of floats, whose order a backend may choose."""
-        return self.name == "onebit" or (self.name == "terngrad" and self.clip > 0)
+        clips = self.name in ("terngrad", "dgc") and self.clip > 0
+        return clips or self.name == "onebit" or self.options.get("norm") == "l2"
 
     @property
     def block(self) -> int:
-        return int(self.options.get("block", 4096))
+        return int(self.options.get("block", 256 if self.name == "int8" else 4096))
 
     @property
     def bits(self) -> int:
+        """Of a code: an option of `minmax`, given by the levels of `dithering`."""
+        if self.name == "dithering":
+            return 4 if self.levels <= 7 else 8
         return int(self.options.get("bits", 2))
 
     @property
+    def levels(self) -> int:
+        return int(self.options.get("levels", 2))
+
+    @property
+    def natural(self) -> bool:
+        return self.options.get("partition") == "natural"
+
+    @property
+    def tau(self) -> float:
+        return float(self.options.get("tau", 0.5))
+
+    @property
     def clip(self) -> float:
-        return float(self.options.get("clip", 2.5))
+        """Standard deviations of `terngrad`, the norm of `dgc`; 0 is off."""
+        return float(self.options.get("clip", 0 if self.own_memory else 2.5))
+
+    @property
+    def weight_decay(self) -> float:
+        return float(self.options.get("weight_decay", 0))
 
     @property
     def exact(self) -> bool:
         return self.options.get("exact") == "true"
 
+    @property
+    def ratio(self) -> float:
+        return float(self.options.get("ratio", RATIOS[self.name]))
+
     def room(self, n: int) -> int:
-        """The most elements that `topk` sends of n: k."""
-        return min(n, max(1, math.floor(float(self.options.get("ratio", 0.01)) * n)))
+        """The most elements that a sparse codec sends of n: k."""
+        return min(n, max(1, math.floor(self.ratio * n)))
 
     def fields(self, n: int) -> list[Field]:
         """The sections of the body of n elements, in order."""
@@ -87,8 +140,15 @@ class Case:
             return [("value", 32, n)]
         if self.name in ("fp16", "bf16"):
             return [("value", 16, n)]
+        if self.name == "int8":
+            return [("scale", 32, -(-n // self.block)), ("code", 8, n)]
         if self.name == "onebit":
-            return [("scale", 32, -(-n // self.block)), ("negative", 1, n)]
+            names = ("low", "high") if self.options.get("means") == "2" else ("scale",)
+            return [*((s, 32, -(-n // self.block)) for s in names), ("negative", 1, n)]
+        if self.name == "tbq":
+            return [("code", 2, n)]
+        if self.name == "dithering":
+            return [("norm", 32, None), ("code", self.bits, n)]
         if self.name == "minmax":
             return [
                 ("bitwidth", 8, None),
@@ -100,6 +160,8 @@ class Case:
         if self.name == "terngrad":
             return [("scale", 32, None), ("code", 2, n)]
         k = self.room(n)
+        if self.name == "randomk":
+            return [("key", 32, None), ("value", 32, k)]
         return [("count", 32, None), ("index", 32, k), ("value", 32, k)]
 
     def places(self, n: int) -> list[slice]:
@@ -129,7 +191,7 @@ class Case:
         for (name, bits, count), place in zip(self.fields(n), self.places(n), strict=False):
             raw = payload.numpy()[place].copy()
             if bits == 32:
-                parts[name] = raw.view("<u4" if name in ("count", "index") else "<f4")
+                parts[name] = raw.view("<u4" if name in WORDS else "<f4")
             elif bits == 16:
                 parts[name] = raw.view("<u2")
             elif bits == 8:
@@ -148,9 +210,25 @@ class Case:
             return torch.from_numpy(parts["value"].view(np.float16).astype(np.float32))
         if self.name == "bf16":
             return torch.from_numpy((parts["value"].astype(np.uint32) << 16).view(np.float32))
-        if self.name == "onebit":
+        if self.name == "int8":
             scale = np.repeat(parts["scale"], self.block)[:n]
-            return torch.from_numpy(np.where(parts["negative"] == 1, -scale, scale))
+            return torch.from_numpy((parts["code"].astype(np.float32) - 128) * scale)
+        if self.name == "onebit":
+            low, high = parts.get("low"), parts.get("high")
+            if low is None or high is None:
+                low, high = -parts["scale"], parts["scale"]
+            low, high = (np.repeat(value, self.block)[:n] for value in (low, high))
+            return torch.from_numpy(np.where(parts["negative"] == 1, low, high))
+        if self.name == "tbq":
+            return torch.from_numpy((parts["code"] - 1).astype(np.float32) * np.float32(self.tau))
+        if self.name == "dithering":
+            level = np.minimum(parts["code"] >> 1, self.levels).astype(np.float32)
+            if self.natural:
+                share = np.where(level == 0, 0, np.exp2(level - self.levels)).astype(np.float32)
+            else:
+                share = level / np.float32(self.levels)
+            size = parts["norm"][0] * share
+            return torch.from_numpy(np.where(parts["code"] & 1 == 1, -size, size))
         if self.name == "minmax":
             low, high = parts["min"][0], parts["max"][0]
             gap = (high - low) / np.float32(2**self.bits - 1)
@@ -159,35 +237,84 @@ class Case:
             s = parts["scale"][0]
             return torch.from_numpy(np.array([0, s, -s, 0], np.float32)[parts["code"]])
         out = np.zeros(n, np.float32)
+        if self.name == "randomk":
+            if n:
+                out[places_of(int(parts["key"][0]), n, self.room(n))] = parts["value"]
+            return torch.from_numpy(out)
         count = int(parts["count"][0])
-        out[parts["index"][:count]] = parts["value"][:count]
+        np.add.at(out, parts["index"][:count], parts["value"][:count])  # two at one place add up
         return torch.from_numpy(out)
+
+
+def places_of(key: int, n: int, k: int) -> NDArray[np.int64]:
+    """Where `randomk` sends: one place in each of k stretches of n elements, drawn by a key."""
+    j = np.arange(k)
+    start = j * (n // k) + np.minimum(j, n % k)
+    word = philox(j // 4, key)[j % 4, j]
+    return start + (word * (n // k + (j < n % k)) >> 32)
+
+
+def philox(counter: NDArray[np.int64], key: int) -> NDArray[np.int64]:
+    """Four words for each counter (Philox4x32-10, Salmon et al., SC'11): stream, step and site 0.
+
+    A key of 32 bits. Products of two words are cut to 64 bits, which is all that is asked of them.
+    """
+    low = np.uint64(2**32 - 1)
+    a = counter.astype(np.uint64)
+    b, c, d = (np.zeros_like(a) for _ in range(3))
+    keys = [key, 0]
+    for _ in range(10):
+        left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b = right >> np.uint64(32) ^ b ^ np.uint64(keys[0]), right & low
+        c, d = left >> np.uint64(32) ^ d ^ np.uint64(keys[1]), left & low
+        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
+    return np.stack([a, b, c, d]).astype(np.int64)
 
 
 def _multiple(num_bytes: int, of: int) -> int:
     return -(-num_bytes // of) * of
 
 
-PLAIN = (
-    *(Case(expr=e, plain=e) for e in ("none", "fp16", "bf16")),
-    *(Case(expr=e, plain=e) for e in ("onebit(ef=false)", "onebit(block=64, ef=false)")),
-    *(Case(expr=e, plain=e) for e in (f"minmax(bits={b})" for b in (1, 2, 4, 8))),
-    *(Case(expr=e, plain=e) for e in ("terngrad", "terngrad(clip=0)")),
-    *(
-        Case(expr=e, plain=e)
-        for e in (
-            "topk(ef=false)",
-            "topk(exact=true, ef=false)",
-            "topk(ratio=0.1, exact=true, ef=false)",
-        )
-    ),
+RATIOS = {"topk": 0.01, "graddrop": 0.01, "dgc": 0.001, "randomk": 0.01}
+"""The share of the elements that a sparse codec sends, where nothing is said."""
+WORDS = ("count", "index", "key")
+"""Sections of 32 bits that are whole numbers."""
+NEEDS_FEEDBACK = ("int8", "onebit", "tbq", "graddrop", "topk", "randomk")
+"""Codecs that have error feedback unless told otherwise."""
+
+PLAIN = tuple(
+    Case(expr=e, plain=e)
+    for e in (
+        "none",
+        "fp16",
+        "bf16",
+        "int8(ef=false)",
+        "int8(block=64, ef=false)",
+        "onebit(ef=false)",
+        "onebit(block=64, ef=false)",
+        "onebit(block=64, means=2, ef=false)",
+        "tbq(ef=false)",
+        *(f"minmax(bits={b})" for b in (1, 2, 4, 8)),
+        "terngrad",
+        "terngrad(clip=0)",
+        "dithering",
+        "dithering(levels=100, norm=l2)",
+        "dithering(levels=7, partition=natural)",
+        "dithering(levels=9, partition=natural, norm=l2)",
+        "graddrop(ef=false)",
+        "topk(ef=false)",
+        "topk(exact=true, ef=false)",
+        "topk(ratio=0.1, exact=true, ef=false)",
+        "randomk(ef=false)",
+        "randomk(ratio=0.1, ef=false)",
+    )
 )
 # Where feedback is the default, the expression that says nothing of it stands for `ef(...)`.
 FEEDBACK = tuple(
     Case(
         expr=(
             c.plain.replace("(ef=false)", "").replace(", ef=false", "")
-            if c.name in ("onebit", "topk")
+            if c.name in NEEDS_FEEDBACK
             else f"ef({c.plain})"
         ),
         plain=c.plain,
@@ -204,8 +331,33 @@ MOMENTUM = (
         nesterov=True,
     ),
     Case(expr="momentum(fp16, nesterov=false)", plain="fp16", mu=0.9),
+    Case(
+        expr="momentum(randomk, mu=0.5, nesterov=false)",
+        plain="randomk(ef=false)",
+        feedback=True,
+        mu=0.5,
+    ),
+    Case(
+        expr="momentum(dithering)",
+        plain="dithering",
+        mu=0.9,
+        nesterov=True,
+    ),
 )
-CASES = (*PLAIN, *FEEDBACK, *MOMENTUM)
+DGC = tuple(
+    Case(expr=e, plain=e)
+    for e in (
+        "dgc",
+        "dgc(ratio=0.05, momentum=0)",
+        "dgc(ratio=0.05, nesterov=true)",
+        "dgc(ratio=0.05, momentum=0.5, clip=2.0, weight_decay=0.25)",
+    )
+)
+WARMUP = "dgc(ratio=0.05, warmup=4)"
+"""Its last phase is a case above but for the ratio, which is a number and no other kernel."""
+WIRE = (*PLAIN, *DGC)
+"""One case for each kind of frame."""
+CASES = (*PLAIN, *FEEDBACK, *MOMENTUM, *DGC)
 STATEFUL = tuple(c for c in CASES if c.feedback or c.mu is not None)
 
 

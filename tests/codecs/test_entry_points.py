@@ -198,3 +198,57 @@ def test_a_built_in_name_cannot_be_taken(tmp_path: Path) -> None:
     assert found[0] == BUILT_IN
     assert found[1] == {name: hipress.codecs.describe(name).program for name in BUILT_IN}
     assert found[2] == hipress.codec("onebit").codec_hash
+
+
+UNUSABLE = {
+    "ef": "that name is built in",
+    "momentum": "that name is built in",
+    "onebit": "that name is built in",
+    "1bit": "a name is letters, digits, _ and -, and does not start with a digit",
+    "two words": "a name is letters, digits, _ and -, and does not start with a digit",
+    "my.pse": "a name is letters, digits, _ and -, and does not start with a digit",
+}
+
+
+def test_names_that_no_expression_can_use_are_told_and_not_listed(tmp_path: Path) -> None:
+    install(tmp_path, {**example_points(), **dict.fromkeys(UNUSABLE, "hipress_maxsign:SPEC")})
+    code = """
+import io, logging
+told_in_log = io.StringIO()
+logging.getLogger("hipress").addHandler(logging.StreamHandler(told_in_log))
+found = [names(), names(), works("ef(maxsign)"), works("momentum(onebit)")]
+print(json.dumps([*found, told_in_log.getvalue().splitlines()]))
+"""
+    first, second, *good, told = run(code, tmp_path, EXAMPLE / "src")
+    assert first == second == [*BUILT_IN, "maxsign"] and good == [True, True]
+    assert sorted(told) == sorted(
+        f"the codec {name!r} of 'hipress_maxsign:SPEC' is ignored: {reason}; rename its entry "
+        "point."
+        for name, reason in UNUSABLE.items()
+    )
+
+
+# --- walking over all of them --------------------------------------------------------------------
+
+
+def test_a_broken_package_does_not_stop_the_line_up(tmp_path: Path) -> None:
+    install(tmp_path, example_points(), "hipress-maxsign")
+    install(tmp_path, {"gone": BROKEN["gone"][0], "odd": "odd_module:SPEC"}, "broken")
+    (tmp_path / "odd_module.py").write_text(
+        "from hipress.codecs.spec import Spec\n"
+        "SPEC = Spec(program='maxsign.pse', package='hipress_maxsign', summary='', paper='',\n"
+        "            params=lambda o: o['block'])\n"
+    )
+    code = """
+import io, logging
+from hipress.codecs import table
+from hipress.report.codec_rows import line_up
+told_in_log = io.StringIO()
+logging.getLogger("hipress").addHandler(logging.StreamHandler(told_in_log))
+print(json.dumps([names(), table.broken(), line_up(), told_in_log.getvalue().splitlines()]))
+"""
+    listed, broken, shown, told = run(code, tmp_path, EXAMPLE / "src")
+    assert listed[-3:] == ["gone", "maxsign", "odd"]
+    assert broken == {"gone": BROKEN["gone"][1], "odd": "odd: KeyError('block')"}
+    assert "maxsign" in shown and not {"gone", "odd"} & set(shown)
+    assert told == [f"{name} is left out: {reason}" for name, reason in broken.items()]

@@ -123,7 +123,6 @@ def test_error_is_both() -> None:
         ("my.py", f"has 'my.py' {CODEC} (column 1)"),
         (".pse", f"has '.pse' {CODEC} (column 1)"),
         ("a\nb.pse", f"has 'a\\nb.pse' {CODEC} (column 1)"),
-        ("topk(0.01)", f"has '0.01' {CODEC} (column 6)"),
         ("topk(ratio=)", f"has ')' {VALUE} (column 12)"),
         ("topk(ratio=", f"ends {VALUE} (column 12)"),
         ("topk(ratio=1%)", f"has '1%' {VALUE} (column 12)"),
@@ -149,6 +148,16 @@ def test_refusals(text: str, problem: str) -> None:
     with pytest.raises(UsageError) as error:
         parse(text)
     assert str(error.value) == f"codec expression {text!r} {problem}{E_G}"
+
+
+@pytest.mark.parametrize("value", ["0.01", "2", "-1", "1e-3"])
+def test_option_without_a_name(value: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse(f"ef(topk({value}))")
+    assert str(error.value) == (
+        f"codec expression 'ef(topk({value}))' has {value!r} without a name (column 9); options "
+        "are named: write e.g. 'topk(ratio=0.01)'."
+    )
 
 
 def test_duplicate_option() -> None:
@@ -215,9 +224,14 @@ def test_call_name(name: str) -> None:
 def test_call_option(key: str, value: Any) -> None:
     with pytest.raises(UsageError) as error:
         Call("c", options=((key, value),))
+    advice = "write e.g. 'ratio=0.01'"
+    if isinstance(value, float):
+        advice = "a number must be finite"
+    elif value in ("true", "1"):
+        advice = f"write a={value} without quotes"
     assert str(error.value) == (
         f"codec option {key!r}={value!r} is not a word with a value (true, false, a number or "
-        "a word); write e.g. 'ratio=0.01'."
+        f"a word); {advice}."
     )
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import hipress
-from tests.codecs.cases import BACKENDS, PLAIN, Case, gaussian
+from tests.codecs.cases import BACKENDS, DGC, WIRE, Case, gaussian, places_of
 
 MEAN_RTOL = 2e-6
 """A mean of up to 4096 float32, added in any order over lanes: 16 ulp."""
 LARGE = 300_000
-CASES = {c.expr: c for c in PLAIN}
+CASES = {c.expr: c for c in WIRE}
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)
@@ -72,6 +72,33 @@ def test_bf16_rounds_to_nearest_even() -> None:
     assert ((x - decoded).abs() <= x.abs() * 2.0**-8)[normal].all()
 
 
+# --- int8 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expr", ["int8(ef=false)", "int8(block=64, ef=false)"])
+@pytest.mark.parametrize("n", [1, 7, 255, 256, 257, 10007])
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_int8_is_within_half_a_step(expr: str, n: int, size: float) -> None:
+    case, x = CASES[expr], gaussian(n) * size
+    x[: n // 3] *= 100  # blocks differ
+    payload, decoded = sent(expr, x)
+    parts = case.parts(payload, n)
+    for i, scale in enumerate(parts["scale"]):
+        block = slice(i * case.block, (i + 1) * case.block)
+        assert scale == np.float32(x[block].abs().max().item()) / np.float32(127)
+        # A code is rounded at 128.5 and more, where float32 has steps of 2**-16.
+        assert (decoded[block] - x[block]).abs().max() <= scale.item() * (0.5 + 2.0**-15)
+    assert parts["code"].min() >= 1
+    assert torch.equal(decoded.sign()[decoded != 0], x.sign()[decoded != 0])
+
+
+@pytest.mark.parametrize("n", [1, 300, 10007])
+def test_int8_of_zeros(n: int) -> None:
+    payload, decoded = sent("int8(ef=false)", -torch.zeros(n))
+    assert (CASES["int8(ef=false)"].parts(payload, n)["code"] == 128).all()
+    assert not decoded.any()
+
+
 # --- onebit --------------------------------------------------------------------------------------
 
 
@@ -93,6 +120,69 @@ def test_onebit_keeps_the_projection() -> None:
     x = gaussian(4096)
     decoded = sent("onebit(ef=false)", x)[1].double()
     assert abs((x.double() - decoded) @ decoded) <= MEAN_RTOL * (decoded @ decoded)
+
+
+@pytest.mark.parametrize("expr", ["onebit(ef=false)", "onebit(block=64, ef=false)"])
+@pytest.mark.parametrize("n", [1, 7, 4097, 10007])
+def test_onebit_error(expr: str, n: int) -> None:
+    case, x = CASES[expr], gaussian(n)
+    error = (sent(expr, x)[1] - x).double().square()
+    for start in range(0, n, case.block):
+        block = slice(start, start + case.block)
+        square, total = x[block].double().square().sum(), x[block].double().abs().sum()
+        left = square - total.square() / len(x[block])  # ||x||^2 - m s^2
+        assert (error[block].sum() - left).abs() <= 2 * MEAN_RTOL * square
+
+
+@pytest.mark.parametrize("n", [1, 7, 4096, 4097, 10007])
+@pytest.mark.parametrize("kind", ["both", "negative", "positive", "zeros"])
+def test_onebit_with_two_means(n: int, kind: str) -> None:
+    case, x = CASES["onebit(block=64, means=2, ef=false)"], gaussian(n)
+    x[::7] = 0.0
+    x[1::7] = -0.0
+    x = {"both": x, "negative": -x.abs() - 1, "positive": x.abs(), "zeros": 0 * x}[kind]
+    payload, decoded = sent(case.expr, x)
+    parts = case.parts(payload, n)
+    worse = (sent("onebit(block=64, ef=false)", x)[1] - x).double().square()
+    for i, (low, high) in enumerate(zip(parts["low"], parts["high"], strict=True)):
+        block = x[i * 64 : (i + 1) * 64]
+        below = block < 0
+        for side, mean in ((block[below], low), (block[~below], high)):
+            expected = side.double().mean().item() if len(side) else 0.0
+            assert mean == pytest.approx(expected, rel=MEAN_RTOL)
+        y = decoded[i * 64 : (i + 1) * 64]
+        assert torch.equal(y, torch.where(below, low.item(), high.item()))
+        error = (y - block).double().square().sum()
+        assert error <= worse[i * 64 : (i + 1) * 64].sum() + MEAN_RTOL * block.square().sum()
+
+
+# --- tbq -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tau", [0.5, 0.3, 1e-30, 1e30])
+@pytest.mark.parametrize("n", [1, 7, 10007])
+def test_tbq_is_a_threshold(tau: float, n: int) -> None:
+    limit = np.float32(tau)
+    x = gaussian(n) * 2 * tau
+    edge = [limit, -limit, *(np.nextafter(limit, np.float32(s)) for s in (0, np.inf)), 0.0]
+    x = torch.cat([x, torch.tensor(edge)])
+    _, decoded = sent(f"tbq(tau={tau}, ef=false)", x)
+    expected = torch.where(x.abs() >= limit.item(), x.sign() * limit.item(), torch.zeros(len(x)))
+    assert torch.equal(decoded, expected)
+    bound = torch.maximum(torch.tensor(limit), x.abs() - limit.item())
+    assert ((decoded - x).abs() <= bound).all()
+
+
+def test_tbq_stays_less_than_tau_behind() -> None:
+    c, tau, n = hipress.codec("tbq"), 0.5, 1000
+    state = c.init(torch.empty(n))
+    total, arrived = (torch.zeros(n, dtype=torch.float64) for _ in range(2))
+    for step in range(50):
+        x = gaussian(n, seed=step).clamp(-tau, tau)
+        total += x
+        arrived += c.decode(c.encode(x, state))
+        assert state["residual"].abs().max() < tau
+        assert (arrived - total).abs().max() < tau * (1 + 1e-5)
 
 
 # --- minmax --------------------------------------------------------------------------------------
@@ -163,12 +253,102 @@ def test_terngrad_of_a_constant(expr: str, value: float, n: int) -> None:
     assert torch.equal(sent(expr, x)[1], x)
 
 
+@pytest.mark.parametrize("expr", ["terngrad", "terngrad(clip=0)"])
+def test_terngrad_error(expr: str) -> None:
+    case, x = CASES[expr], gaussian(10007)
+    payload, decoded = sent(expr, x)
+    scale = case.parts(payload, 10007)["scale"][0].item()
+    inside = x.abs() <= scale
+    error = (decoded - x).abs()
+    assert (error[inside] <= scale).all()
+    assert torch.equal(error[~inside], (x.abs() - scale)[~inside])
+    assert inside.all() == (case.clip == 0)
+
+
+# --- dithering -----------------------------------------------------------------------------------
+
+DITHERING = tuple(c for c in WIRE if c.name == "dithering")
+every_dithering = pytest.mark.parametrize("case", DITHERING, ids=lambda c: c.expr)
+
+
+def norm_of(case: Case, x: torch.Tensor) -> float:
+    """What the top level stands for."""
+    exact = x.double()
+    return (exact.norm() if case.options.get("norm") == "l2" else exact.abs().max()).item()
+
+
+def levels_around(case: Case, x: torch.Tensor, norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The levels below and above each magnitude, in units of the gradient; the page's formula."""
+    share = x.double().abs() / norm
+    if not case.natural:
+        below = (share * case.levels).floor()
+        return below * norm / case.levels, (below + 1) * norm / case.levels
+    least = 2.0 ** (1 - case.levels)
+    below = torch.where(share < least, 0.0, 2.0 ** share.log2().floor())
+    return below * norm, torch.where(share < least, least, 2 * below) * norm
+
+
+@every_dithering
+@pytest.mark.parametrize("n", [1, 7, 4097, 10007])
+def test_dithering_takes_a_level_beside(case: Case, n: int) -> None:
+    x = gaussian(n)
+    payload, decoded = sent(case.expr, x)
+    stored = case.parts(payload, n)["norm"][0].item()
+    norm = norm_of(case, x)
+    assert stored == pytest.approx(norm, rel=1e-5 if case.summed else 0)
+    below, above = levels_around(case, x, stored)
+    size, slack = decoded.double().abs(), 1e-6 * stored
+    assert (torch.minimum((size - below).abs(), (size - above).abs()) <= slack).all()
+    assert torch.equal(decoded.sign()[decoded != 0], x.sign()[decoded != 0])
+    error = (decoded - x).double().abs()
+    step = torch.full((n,), stored / case.levels, dtype=torch.float64)
+    if case.natural:
+        step = x.double().abs().clamp(min=stored * 2.0 ** (1 - case.levels))
+    assert (error <= step + slack).all()
+
+
+@pytest.mark.parametrize("case", [c for c in DITHERING if not c.summed], ids=lambda c: c.expr)
+@pytest.mark.parametrize("scale", [1.0, 3.0, 1e-30, 1e30])
+def test_dithering_of_levels_is_exact(case: Case, scale: float) -> None:
+    # What lies on a level is not left to chance.
+    if case.natural:
+        levels = 2.0 ** torch.arange(1 - case.levels, 1)
+    else:
+        levels = torch.arange(case.levels + 1) / case.levels
+    x = torch.cat([levels, -levels, torch.zeros(3)]) * scale
+    for seed in range(5):
+        assert torch.equal(sent(case.expr, x, seed)[1], x)
+
+
+@every_dithering
+@pytest.mark.parametrize("n", [1, 5000])
+def test_dithering_of_zeros(case: Case, n: int) -> None:
+    assert not sent(case.expr, torch.zeros(n))[1].any()
+
+
+@pytest.mark.parametrize("n", [100, 10007])
+def test_dithering_by_the_euclidean_norm_is_as_qsgd_says(n: int) -> None:
+    case, x = CASES["dithering(levels=100, norm=l2)"], gaussian(n)
+    square = 0.0
+    for seed in range(20):
+        square += (sent(case.expr, x, seed)[1] - x).double().square().sum().item() / 20
+    bound = min(n / case.levels**2, math.sqrt(n) / case.levels)
+    assert square <= bound * x.double().square().sum().item()
+
+
 # --- bias ----------------------------------------------------------------------------------------
 
 NUM_DRAWS = 400
 
 
-@pytest.mark.parametrize("expr", [*(f"minmax(bits={b})" for b in (1, 2, 4, 8)), "terngrad(clip=0)"])
+@pytest.mark.parametrize(
+    "expr",
+    [
+        *(f"minmax(bits={b})" for b in (1, 2, 4, 8)),
+        "terngrad(clip=0)",
+        *(c.expr for c in DITHERING),
+    ],
+)
 def test_the_mean_is_kept(expr: str) -> None:
     c, x = hipress.codec(expr), gaussian(257)
     state = c.init(x, seed=17)
@@ -177,21 +357,28 @@ def test_the_mean_is_kept(expr: str) -> None:
         total += c.decode(c.encode(x, state))
     error = total / NUM_DRAWS - x.double()
 
-    # Rounding up with probability p has variance p (1 - p) gap^2; terngrad s |x| - x^2.
+    # Rounding up with probability p has variance p (1 - p) jump^2; terngrad s |x| - x^2.
     exact = x.double()
     if expr.startswith("minmax"):
-        gap = (exact.max() - exact.min()) / (2 ** CASES[expr].bits - 1)
-        p = (exact - exact.min()) / gap % 1.0
-        variance, jump = p * (1 - p) * gap**2, gap
+        jump = ((exact.max() - exact.min()) / (2 ** CASES[expr].bits - 1)).expand(257)
+        p = (exact - exact.min()) / jump % 1.0
+        variance = p * (1 - p) * jump**2
+    elif expr.startswith("dithering"):
+        below, above = levels_around(CASES[expr], x, norm_of(CASES[expr], x))
+        jump = above - below
+        variance = (exact.abs() - below) * (above - exact.abs())
+        assert (variance <= jump**2 / 4).all()
+        if CASES[expr].natural:  # the page's bound, above the first level
+            assert (variance <= exact**2 / 8)[below > 0].all()
     else:
-        jump = exact.abs().max()
+        jump = exact.abs().max().expand(257)
         variance = jump * exact.abs() - exact**2
     sigma = (variance / NUM_DRAWS).sqrt()
     # 5 sigma, and Bernstein's term for elements so rarely rounded that they are not normal.
     rounding = 1e-6 * jump
     assert (error.abs() <= 5 * sigma + 5 * jump / NUM_DRAWS + rounding).all()
     # All elements together: sum and spread are as derived, so no bias hides below the noise.
-    assert error.sum().abs() <= 5 * sigma.square().sum().sqrt() + 257 * rounding
+    assert error.sum().abs() <= 5 * sigma.square().sum().sqrt() + rounding.sum()
     wide = sigma > 0.2 * jump / math.sqrt(NUM_DRAWS)
     z = (error / sigma)[wide]
     assert (z.square().mean() - 1).abs() <= 5 * math.sqrt(2 / len(z))
@@ -246,10 +433,18 @@ def test_exact_topk_is_the_largest(expr: str, n: int, kind: str) -> None:
         assert torch.equal(decoded, x)
 
 
+SAMPLED = {
+    "topk": "topk(ratio={}, ef=false)",
+    "graddrop": "graddrop(ratio={}, ef=false)",
+    "dgc": "dgc(ratio={})",  # from fresh state the accumulation is the gradient
+}
+
+
 @pytest.mark.parametrize("n", [1, 7, 100, 4097, 10007, LARGE])
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 1.0])
-def test_sampled_topk_is_a_threshold(n: int, ratio: float) -> None:
-    expr = f"topk(ratio={ratio}, ef=false)"
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_sampled_threshold(name: str, n: int, ratio: float) -> None:
+    expr = SAMPLED[name].format(ratio)
     case, x = Case(expr=expr, plain=expr), gaussian(n)
     payload, decoded = sent(expr, x)
     parts, k = case.parts(payload, n), case.room(n)
@@ -266,13 +461,16 @@ def test_sampled_topk_is_a_threshold(n: int, ratio: float) -> None:
     rest = x.abs()[:seen][unsent[:seen]]
     assert rest.numel() == 0 or rest.max() < x[index[:count]].abs().min()
     assert torch.equal(decoded[unsent], torch.zeros(int(unsent.sum())))
+    if n <= 4096:  # the sample is the gradient itself
+        assert index[:count].tolist() == largest(x, k).tolist()
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("ratio", [0.01, 0.1])
-def test_sampled_topk_is_about_k(ratio: float, seed: int) -> None:
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_sampled_threshold_is_about_k(name: str, ratio: float, seed: int) -> None:
     # The threshold is the 40th of 4096: off by 16 % (one sigma), and never above k.
-    expr = f"topk(ratio={ratio}, ef=false)"
+    expr = SAMPLED[name].format(ratio)
     case, x = Case(expr=expr, plain=expr), gaussian(LARGE, seed)
     count = int(case.parts(sent(expr, x, seed)[0], LARGE)["count"][0])
     k = case.room(LARGE)
@@ -280,13 +478,16 @@ def test_sampled_topk_is_about_k(ratio: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("n", [500, 10007, LARGE])
-def test_sampled_topk_of_mostly_zeros(n: int) -> None:
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_sampled_threshold_of_mostly_zeros(name: str, n: int) -> None:
     x = gaussian(n) * (torch.arange(n) % 400 == 7)  # a quarter of what there is room for
-    assert torch.equal(sent("topk(ef=false)", x)[1], x)
+    assert torch.equal(sent(SAMPLED[name].format(0.01), x)[1], x)
 
 
-def test_sampled_topk_of_zeros_sends_nothing() -> None:
-    case = CASES["topk(ef=false)"]
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_sampled_threshold_of_zeros_sends_nothing(name: str) -> None:
+    expr = SAMPLED[name].format(0.01)
+    case = Case(expr=expr, plain=expr)
     payload, decoded = sent(case.expr, torch.zeros(10007))
     assert case.parts(payload, 10007)["count"][0] == 0
     assert not decoded.any()
@@ -299,3 +500,108 @@ def test_topk_with_feedback_sends_everything_in_time() -> None:
     for _ in range(40):
         arrived += c.decode(c.encode(x, state))
     assert (arrived > 0).all()
+
+
+# --- randomk -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expr", ["randomk(ef=false)", "randomk(ratio=0.1, ef=false)"])
+@pytest.mark.parametrize("n", [1, 7, 100, 4097, 10007])
+def test_randomk_takes_one_of_each_stretch(expr: str, n: int) -> None:
+    case, x = CASES[expr], gaussian(n)
+    k = case.room(n)
+    bounds = [j * (n // k) + min(j, n % k) for j in range(k + 1)]
+    for seed in range(5):
+        payload, decoded = sent(expr, x, seed)
+        parts = case.parts(payload, n)
+        places = places_of(int(parts["key"][0]), n, k)
+        assert ((places >= bounds[:-1]) & (places < bounds[1:])).all()
+        assert parts["value"].tolist() == x[places].tolist()
+        assert torch.equal(decoded, torch.zeros(n).index_put((torch.tensor(places),), x[places]))
+
+
+def test_ranks_of_randomk_share_their_places() -> None:
+    # Whatever they send: one seed, stream and step is one key.
+    c, n = hipress.codec("randomk(ratio=0.1, ef=false)"), 1000
+    case = CASES[c.name]
+    states = [c.init(torch.empty(n), seed=5, stream=2) for _ in range(2)]
+    keys = []
+    for step in range(4):
+        given = zip((gaussian(n, step), gaussian(n, 77)), states, strict=True)
+        pair = [case.parts(c.encode(x, state), n) for x, state in given]
+        assert pair[0]["key"] == pair[1]["key"]
+        keys.append(int(pair[0]["key"][0]))
+    assert len(set(keys)) == 4
+
+
+def test_randomk_is_k_of_n_on_average() -> None:
+    # 257 elements in 25 stretches of 11 and 10: each is sent with one over the length, not scaled.
+    case, n = CASES["randomk(ratio=0.1, ef=false)"], 257
+    c, x, k = hipress.codec(case.expr), gaussian(n), case.room(n)
+    state, count, square = c.init(x, seed=17), torch.zeros(n, dtype=torch.float64), 0.0
+    for _ in range(NUM_DRAWS):
+        decoded = c.decode(c.encode(x, state))
+        count += decoded != 0
+        square += (decoded - x).double().square().sum().item() / NUM_DRAWS
+    length = torch.tensor([n // k + (j < n % k) for j in range(k)]).repeat_interleave(
+        torch.tensor([n // k + (j < n % k) for j in range(k)])
+    )
+    p = 1 / length.double()
+    sigma = (p * (1 - p) / NUM_DRAWS).sqrt()
+    assert ((count / NUM_DRAWS - p).abs() <= 5 * sigma).all()
+    # The draws of one stretch exclude each other: nine tenths of 257 are free.
+    z = (count / NUM_DRAWS - p) / sigma
+    assert (z.square().mean() - 1).abs() <= 5 * math.sqrt(2 / (n - k))
+    whole = x.double().square()
+    spread = 5 * (whole.square() * p).sum().sqrt().item() / math.sqrt(NUM_DRAWS)
+    assert abs(square - ((1 - p) * whole).sum().item()) <= spread
+
+
+# --- topk and dgc: how much is left --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [7, 100, 10007])
+@pytest.mark.parametrize("expr", ["topk(ratio=0.1, exact=true, ef=false)", "topk(ef=false)"])
+def test_topk_error(expr: str, n: int) -> None:
+    case, x = CASES[expr], gaussian(n)
+    left = (sent(expr, x)[1] - x).double().square().sum()
+    whole = x.double().square().sum()
+    assert left <= (whole * (1 - case.room(n) / n) if case.exact else whole)
+
+
+@pytest.mark.parametrize("case", DGC, ids=lambda c: c.expr)
+def test_dgc_sends_the_largest_of_what_it_accumulated(case: Case) -> None:
+    n = 2000  # below 4096 the sample is all there is, and nothing is left to chance
+    c = hipress.codec(case.expr)
+    state = c.init(torch.empty(n))
+    if case.weight_decay:
+        state["weight"].copy_(gaussian(n, seed=50))
+    for step in range(6):
+        decoded = c.decode(c.encode(gaussian(n, seed=step), state))
+        v = decoded + state["residual"]
+        expected = largest(v, case.room(n))
+        assert decoded.nonzero().flatten().tolist() == expected.tolist()
+        assert torch.equal(decoded[expected], v[expected])
+        assert not state["velocity"][expected].any()
+
+
+def test_dgc_of_everything_is_the_gradient() -> None:
+    # ratio=1 sends the velocity at once: then it is masked, so nothing is carried on.
+    c, n = hipress.codec("dgc(ratio=1.0)"), 500
+    state = c.init(torch.empty(n))
+    for step in range(3):
+        x = gaussian(n, seed=step)
+        assert torch.equal(c.decode(c.encode(x, state)), x)
+        assert not state["velocity"].any() and not state["residual"].any()
+
+
+def test_dgc_without_momentum_loses_nothing_in_sum() -> None:
+    c, n = hipress.codec("dgc(ratio=0.05, momentum=0)"), 1000
+    state = c.init(torch.empty(n))
+    total, arrived = (torch.zeros(n, dtype=torch.float64) for _ in range(2))
+    for step in range(100):
+        x = gaussian(n, seed=step) + 0.2
+        total += x
+        arrived += c.decode(c.encode(x, state))
+    assert torch.allclose(arrived + state["residual"], total, rtol=0, atol=1e-4)
+    assert (arrived != 0).double().mean() > 0.95  # a twentieth a step: everyone had a turn

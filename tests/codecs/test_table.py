@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,6 +179,12 @@ THERE_ARE = (
 )
 
 
+OWN_MEMORY = (
+    "dgc keeps momentum and a residual itself, {} would do that a second time; write dgc alone "
+    "(describe('dgc') lists its options)."
+)
+
+
 def takes(name: str) -> str:
     return ", ".join([*describe(name).options, "ef"]) + "."
 
@@ -197,18 +204,46 @@ def takes(name: str) -> str:
         ("minmax(bits=3)", "minmax: bits=3 must be 1, 2, 4 or 8."),
         ("minmax(bits=true)", "minmax: bits=true must be 1, 2, 4 or 8."),
         ("minmax(bits=2.0)", "minmax: bits=2.0 must be 1, 2, 4 or 8."),
-        ("terngrad(clip=-1)", "terngrad: clip=-1 must be 0 (off) to 1e6."),
-        ("terngrad(clip=nan)", "terngrad: clip=nan must be 0 (off) to 1e6."),
-        ("terngrad(clip=true)", "terngrad: clip=true must be 0 (off) to 1e6."),
+        ("terngrad(clip=-1)", "terngrad: clip=-1 must be 0 (off), or from 0.001 to 1e6."),
+        ("terngrad(clip=nan)", "terngrad: clip=nan must be 0 (off), or from 0.001 to 1e6."),
+        ("terngrad(clip=true)", "terngrad: clip=true must be 0 (off), or from 0.001 to 1e6."),
         ("topk(ratio=0)", "topk: ratio=0 must be above 0, at most 1."),
         ("topk(ratio=1.01)", "topk: ratio=1.01 must be above 0, at most 1."),
         ("topk(ratio=true)", "topk: ratio=true must be above 0, at most 1."),
         ("topk(sample=-0.5)", "topk: sample=-0.5 must be above 0, at most 1."),
         ("topk(exact=maybe)", "topk: exact=maybe must be true or false."),
         ("topk(exact=1.0)", "topk: exact=1.0 must be true or false."),
+        ("terngrad(clip=1e-60)",
+         "terngrad: clip=1e-60 must be 0 (off), or from 0.001 to 1e6."),
+        ("tbq(tau=0)", "tbq: tau=0 must be from 1e-30 to 1e30."),
+        ("tbq(tau=1e-60)", "tbq: tau=1e-60 must be from 1e-30 to 1e30."),
+        ("tbq(tau=1e39)", "tbq: tau=1e+39 must be from 1e-30 to 1e30."),
+        ("dgc(clip=1e-60)", "dgc: clip=1e-60 must be 0 (off), or from 1e-30 to 1e30."),
+        ("dgc(weight_decay=1e7)",
+         "dgc: weight_decay=10000000.0 must be 0 (off), or from 1e-30 to 1e6."),
+        ("dgc(momentum=0.99999999)", "dgc: momentum=0.99999999 must be from 0 to 0.999999."),
+        ("momentum(none, mu=0.99999999)",
+         "momentum: mu=0.99999999 must be from 0 to 0.999999, e.g. 0.9."),
+        ("ef(dgc)", OWN_MEMORY.format("ef")),
+        ("momentum(dgc(warmup=400))", OWN_MEMORY.format("momentum")),
+        ("momentum(ef(dgc))", OWN_MEMORY.format("ef")),
+        ("dgc(ef=true)", OWN_MEMORY.format("ef=true")),
         ("onebit(ef=1)", "onebit: ef=1 must be true or false."),
         ("onebit(ef=no)", "onebit: ef=no must be true or false."),
-        ("onebit(blok=64)", "onebit has no option 'blok'; it takes: " + takes("onebit")),
+        ("onebit(blok=64)",
+         f"onebit has no option 'blok'; it takes: {takes('onebit')} Did you mean 'block'?"),
+        ("topk(rato=0.1)",
+         f"topk has no option 'rato'; it takes: {takes('topk')} Did you mean 'ratio'?"),
+        ("topk(0.1)",
+         "codec expression 'topk(0.1)' has '0.1' without a name (column 6); options are named: "
+         "write e.g. 'topk(ratio=0.01)'."),
+        ("ef(topk, ratio=0.1)",
+         "ef has no option 'ratio', topk has: write it inside, e.g. 'ef(topk(ratio=...))'."),
+        ("momentum(ef(topk), ratio=0.1)",
+         "momentum has no option 'ratio', topk has: write it inside, e.g. "
+         "'momentum(topk(ratio=...))'."),
+        ("momentum(onebit, muu=0.1)",
+         "momentum has no option 'muu'; it takes: mu, nesterov. Did you mean 'mu'?"),
         ("none(bits=2)", "none has no option 'bits'; it takes: ef."),
         ("topk(k=5)", "topk has no option 'k'; it takes: " + takes("topk")),
         ("onebit(fp16)",
@@ -216,12 +251,12 @@ def takes(name: str) -> str:
         ("ef", "ef takes one codec, e.g. 'ef(onebit)'."),
         ("ef()", "ef takes one codec, e.g. 'ef(onebit)'."),
         ("ef(onebit, fp16)", "ef takes one codec, e.g. 'ef(onebit)'."),
-        ("ef(onebit, mu=1)", "ef has no option 'mu'; it takes none."),
+        ("ef(onebit, mu=1)", "ef has no option 'mu'; it takes: none."),
         ("momentum", "momentum takes one codec, e.g. 'momentum(onebit)'."),
         ("momentum(none, fp16)", "momentum takes one codec, e.g. 'momentum(onebit)'."),
         ("momentum(none, lr=1)", "momentum has no option 'lr'; it takes: mu, nesterov."),
-        ("momentum(none, mu=1)", "momentum: mu=1.0 must be at least 0 and below 1, e.g. 0.9."),
-        ("momentum(none, mu=-0.1)", "momentum: mu=-0.1 must be at least 0 and below 1, e.g. 0.9."),
+        ("momentum(none, mu=1)", "momentum: mu=1.0 must be from 0 to 0.999999, e.g. 0.9."),
+        ("momentum(none, mu=-0.1)", "momentum: mu=-0.1 must be from 0 to 0.999999, e.g. 0.9."),
         ("momentum(none, mu=x, nesterov=false)",
          "momentum: mu=x must be a number and nesterov=false true or false."),
         ("momentum(none, nesterov=1)",
@@ -261,6 +296,46 @@ def test_an_option_given_twice() -> None:
 @pytest.mark.parametrize("expr", [3, None, Path("my.pse"), b"onebit"])
 def test_no_text(expr: Any) -> None:
     assert refusal(expr) == f"a codec is named by a string such as 'ef(onebit)'; got {expr!r}."
+
+
+@pytest.mark.parametrize(
+    "value, advice",
+    [
+        ("0.1", "write ratio=0.1 without quotes"),
+        ("true", "write ratio=true without quotes"),
+        (float("nan"), "a number must be finite"),
+        (float("inf"), "a number must be finite"),
+        ("a b", "write e.g. 'ratio=0.01'"),
+        (None, "write e.g. 'ratio=0.01'"),
+    ],
+)
+def test_keyword_and_what_to_write(value: Any, advice: str) -> None:
+    assert refusal("topk", ratio=value) == (
+        f"codec option 'ratio'={value!r} is not a word with a value (true, false, a number or a "
+        f"word); {advice}."
+    )
+
+
+def test_keywords_of_numpy() -> None:
+    assert codec("topk", ratio=np.float64(0.5), exact=np.bool_(True)).name == (
+        "topk(ratio=0.5, exact=true)"
+    )
+    assert codec("onebit", block=np.int64(64)).name == "onebit(block=64)"
+
+
+@pytest.mark.parametrize("name", ["my.pse", "topk(ratio=0.1)", "ef(onebit)"])
+def test_describe_takes_a_name(name: str) -> None:
+    with pytest.raises(UsageError) as error:
+        describe(name)
+    assert str(error.value) == (
+        f"describe({name!r}): that is no name of a codec, e.g. 'topk'; of a program in a file, and "
+        "of options, `hipress compll check FILE` tells."
+    )
+
+
+def test_describe_takes_text() -> None:
+    with pytest.raises(UsageError, match="describe takes the name of a codec, .*; got 3."):
+        describe(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [None, "a b", [1]])

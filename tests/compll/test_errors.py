@@ -58,7 +58,56 @@ WRONG: dict[str, tuple[str, str]] = {
     "a string": (encoder('float x = @"1";'), "'\"' has no meaning here"),
     "a number and a name run together": (encoder("float x = @1x;"), "has no meaning here"),
     "a hexadecimal number": (encoder("int x = @0x10;"), "has no meaning here"),
+    # Habits of other languages.
+    "a for loop": (
+        encoder("@for (int i = 0; i < g.size; i = i + 1) { c = concat(g); }"),
+        "the language has no 'for'; map, reduce, filter and scan go over arrays, if and ?: choose",
+    ),
+    "a for loop over a name": (encoder("@for (i = 0; i < 3; i++) { }"), "has no 'for'; map, "),
+    "a while loop": (encoder("int x = 1; @while (x) { c = concat(g); }"), "has no 'while'; map, "),
+    "a do loop": (encoder("// do\n    @do { c = concat(g); } while (1);"), "has no 'do'; map, "),
+    "a switch": (encoder("@switch (1) { }"), "has no 'switch'; map, "),
+    "adding to a name": (
+        encoder("float x = 1;", "@x += 2;"),
+        "the language has no '+='; write x = x + ...",
+    ),
+    "shifting a name": (encoder("int x = 1;", "@x <<= 2;"), "has no '<<='; write x = x << ..."),
+    "counting up": (encoder("int x = 1;", "@x++;"), "the language has no '++'; write x = x + 1"),
+    "setting an element": (
+        encoder("float* v = g;", "@v[g.size - 1] = 2.0;"),
+        "an element cannot be set; make the whole array: v = map(range(n), ...), or scatter",
+    ),
+    "adding to an element": (encoder("@g[0] -= 1.0;"), "an element cannot be set; make the whole"),
+    "a width that is no type": (
+        encoder("@uint3 x = 1;"),
+        "'uint3' is not a type; types: float, int, uint1, uint2, uint4, uint8, uint16, uint32, "
+        "uint<...>, float16, bfloat16",
+    ),
+    "an array of such": (encoder("@uint3* x = g;"), "'uint3' is not a type; types: float, "),
+    "a signed type": (encoder("@int8 x = 1;"), "'int8' is not a type; types: float, "),
+    "a type of C": (encoder("@double x = 1;"), "'double' is not a type; types: float, "),
+    "a word before a type": (encoder("@const float x = 1;"), "'const' is not a type; types: "),
+    "an argument of such a type": (
+        "void XEncode(@double* g, uint8* c) { c = concat(g); }" + SENT,
+        "'double' is not a type; types: float, ",
+    ),
+    "a parameter of such a type": (
+        encoder("c = concat(g);", args=", @uint3 b"),
+        "'uint3' is not a type; param blocks in this file: none; types: float, int, uint1, ",
+    ),
+    "a field of such a type": (
+        "param P { @bool b = 1; }\n" + encoder("c = concat(g);", args=", P p"),
+        "'bool' is not a type; types: float, ",
+    ),
+    "a missing semicolon after a name": (
+        encoder("float y = 1;", "float x = y", "@c = concat(g);"),
+        "found 'c'; expected ';', ')'",
+    ),
     # Names.
+    "a name that is too long": (
+        "@void " + "X" * 95 + "Encode(float* g, uint8* c) { c = concat(g); }\n" + SENT,
+        "the name has 101 characters; at most 100",
+    ),
     "an undefined name": (
         encoder("float x = @y + 1;"),
         "'y' is not defined; names in scope: c, g",

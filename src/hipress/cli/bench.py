@@ -1,4 +1,4 @@
-"""`hipress bench`: speed tables, each with its baseline measured in the same run."""
+"""`hipress bench`: tables of speed and accuracy, each with its baseline from the same run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from hipress.cli import bench_convergence
+from hipress.cli._expressions import split_expressions
 from hipress.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True)
@@ -26,7 +28,10 @@ _UNIT_BYTES = {
 
 @app.callback(epilog="Example: hipress bench codecs --size 25MB")
 def bench() -> None:
-    """Measure speed, with the baseline in the same run."""
+    """Measure speed and accuracy, with the baseline in the same run."""
+
+
+app.command(epilog=bench_convergence.EXAMPLE)(bench_convergence.convergence)
 
 
 @app.command(
@@ -78,22 +83,6 @@ def parse_size(text: str) -> int:
             "4MiB (2^20) or 25e6."
         )
     return num_bytes
-
-
-def split_expressions(text: str) -> list[str]:
-    """Codec expressions out of a comma-separated list; commas inside brackets do not split.
-
-    >>> split_expressions("none, topk(ratio=0.01,exact=true)")
-    ['none', 'topk(ratio=0.01,exact=true)']
-    """
-    pieces, depth = [""], 0
-    for character in text:
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            pieces.append("")
-        else:
-            pieces[-1] += character
-    return [piece.strip() for piece in pieces]
 
 
 def _codec_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Sequence
@@ -145,6 +146,7 @@ def _program(file: str) -> Program:
     from hipress.compll.build import parse_program
     from hipress.compll.lone import read_any
 
+    _refuse_expression(file)
     if _is_file(file):
         return read_any(file)
     return parse_program(_built_in(file), file=f"{file}.pse")
@@ -155,6 +157,7 @@ def _source(file: str) -> Source:
     from hipress.compll.build import read_source
     from hipress.compll.parse import parse
 
+    _refuse_expression(file)
     return read_source(file) if _is_file(file) else parse(_built_in(file), file=f"{file}.pse")
 
 
@@ -163,13 +166,32 @@ def _is_file(file: str) -> bool:
     return Path(file).is_file() or not re.fullmatch(r"\w+", file)
 
 
+def _refuse_expression(file: str) -> None:
+    """Refuses a codec expression: its options are those of a codec, not of a program."""
+    from hipress.codecs.expression import parse
+
+    if Path(file).exists() or "(" not in file:
+        return
+    try:
+        call = parse(file)
+    except UsageError:
+        return
+    while call.args:
+        call = call.args[0]
+    raise UsageError(
+        f"{file!r} is a codec expression; give the program alone, {call.name}, and its parameters "
+        "as --param NAME=VALUE (show and build also take --ef and --momentum)."
+    )
+
+
 def _built_in(name: str) -> str:
     from hipress import codecs
 
     if name not in codecs.names():
+        close = difflib.get_close_matches(name, codecs.names(), n=1)
         raise UsageError(
             f"no program {name!r}; give the path of a .pse file or the name of a built-in codec: "
-            f"{', '.join(codecs.names())}."
+            f"{', '.join(codecs.names())}.{f' Did you mean {close[0]!r}?' if close else ''}"
         )
     return codecs.describe(name).program
 
@@ -229,10 +251,11 @@ def _filled(program: Program, given: dict[str, int | float]) -> dict[str, int | 
 
 
 def _variant(ef: bool, momentum: float | None) -> Variant:
+    from hipress.codecs.spec import FRACTION_RULE, fraction
     from hipress.compll.derive import Variant
 
-    if momentum is not None and not 0 <= momentum < 1:
-        raise UsageError(f"--momentum {momentum} must be at least 0 and below 1, e.g. 0.9.")
+    if momentum is not None and not fraction(momentum):
+        raise UsageError(f"--momentum {momentum} must be {FRACTION_RULE}, e.g. 0.9.")
     wanted = momentum is not None
     return Variant(feedback=ef, momentum=wanted, nesterov=wanted)  # as momentum(...) has it
 

@@ -17,6 +17,14 @@ app = typer.Typer()
 # Two hidden layers of this width make 4.1M parameters: 16 MB, enough to time.
 _WIDTH = 1984
 
+LEGEND = """\
+Error is ||decoded - gradient|| / ||gradient||: 0 is exact, 1 is as far off as sending nothing.
+One message may be far off and training go well. With error feedback the next messages bring what
+it left out: see the mean of {num_steps}. terngrad, minmax and dithering are right on average: their
+errors cancel over steps and workers. tbq sends nothing until an element has gathered tau, 0.5 by
+default, more than this gradient has; dgc sends gathered momentum, larger than the gradient.
+"""
+
 
 @app.command(epilog="Example: hipress demo --json demo.json")
 def demo(
@@ -94,6 +102,7 @@ def _print_rows(rows: list[dict[str, Any]], num_parameters: int, to_stderr: bool
     ]
     title = f"The gradient of an MLP on digits, {num_parameters / 1e6:.1f}M parameters, one thread"
     print_table(title, columns, rows, to_stderr=to_stderr)
+    typer.echo(LEGEND.format(num_steps=num_steps), err=to_stderr)
     typer.echo(
         "Next: docs/compll.md shows how a codec is written, "
         "and `hipress bench codecs` times them on 100 MB.",

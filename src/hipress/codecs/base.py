@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from numbers import Integral
 
 import torch
+
+from hipress.errors import UsageError
 
 State = dict[str, torch.Tensor]
 """A codec's memory by name: "residual", "momentum", "step", ...; empty if it has none."""
@@ -17,7 +20,24 @@ def lr_ratio(state: State | None) -> float:
     `state["lr_ratio"] = torch.tensor(lr_before / lr_now)` before `encode`.
     """
     given = None if state is None else state.get("lr_ratio")
-    return 1.0 if given is None else float(given)
+    try:
+        return 1.0 if given is None else float(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"state 'lr_ratio' is {given!r}; it must be one number, e.g. "
+            "torch.tensor(lr_before / lr_now)."
+        ) from error
+
+
+def workers(num_workers: int) -> int:
+    """The number of workers of an aggregator; refuses what is not a whole number above 0."""
+    whole = isinstance(num_workers, Integral) and not isinstance(num_workers, bool)
+    if not whole or num_workers < 1:
+        raise UsageError(
+            f"aggregator(num_workers={num_workers!r}): the number of workers must be a whole "
+            "number, at least 1, e.g. c.aggregator(4)."
+        )
+    return int(num_workers)
 
 
 class Codec(ABC):

@@ -3,7 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hipress.codecs.spec import RATIO_RULE, Option, Spec, number, share, truth
+from hipress.codecs.spec import (
+    FRACTION_RULE,
+    POSITIVE_RULE,
+    RATIO_RULE,
+    Option,
+    Spec,
+    fraction,
+    number,
+    positive,
+    share,
+    truth,
+)
 
 WARMUP_RATIOS = (0.25, 0.0625, 0.015625, 0.004)
 """The paper's sparsities of 75, 93.75, 98.44 and 99.6 % before the final one."""
@@ -27,9 +38,11 @@ def _phases(options: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     ratios = [r for r in WARMUP_RATIOS if r > options["ratio"]]
     if steps == 0 or not ratios:
         return []
-    starts = [steps * k // len(ratios) for k in range(len(ratios))]
-    ramp = [(start, {"ratio": r}) for start, r in zip(starts, ratios, strict=True)]
-    return [*ramp, (steps, {"ratio": options["ratio"]})]
+    ramp: dict[int, float] = {}
+    for k, ratio in enumerate(ratios):
+        ramp.setdefault(steps * k // len(ratios), ratio)  # fewer steps than ratios skip some
+    rows = [*ramp.items(), (steps, options["ratio"])]
+    return [(start, {"ratio": ratio, "warmup": 0}) for start, ratio in rows]
 
 
 SPEC = Spec(
@@ -47,8 +60,8 @@ SPEC = Spec(
         Option(
             name="momentum",
             default=0.9,
-            rule="at least 0, below 1",
-            allowed=lambda v: number(v) and 0 <= v < 1,
+            rule=FRACTION_RULE,
+            allowed=fraction,
             about="the optimizer's momentum, kept here instead of there",
         ),
         Option(
@@ -61,16 +74,16 @@ SPEC = Spec(
         Option(
             name="clip",
             default=0.0,
-            rule="0 (off) or more",
-            allowed=lambda v: number(v) and 0 <= v <= 1e30,
+            rule=f"0 (off), or {POSITIVE_RULE}",
+            allowed=lambda v: number(v) and (v == 0 or positive(v)),
             about="largest norm of the local gradient; the paper divides the usual one by the "
             "square root of the number of workers",
         ),
         Option(
             name="weight_decay",
             default=0.0,
-            rule="0 (off) or more",
-            allowed=lambda v: number(v) and 0 <= v <= 1e6,
+            rule="0 (off), or from 1e-30 to 1e6",
+            allowed=lambda v: number(v) and (v == 0 or 1e-30 <= v <= 1e6),
             about='added before accumulation, times state["weight"], which the caller keeps equal '
             "to the parameter",
         ),
@@ -91,6 +104,7 @@ SPEC = Spec(
     ),
     params=_params,
     phases=_phases,
+    own_memory=True,
     # Momentum has been applied already; what the union of the workers sent does not lose its rest.
     back=lambda o, workers: f"topk(ratio={min(1.0, o['ratio'] * workers)!r})",
 )

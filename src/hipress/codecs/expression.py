@@ -57,13 +57,13 @@ class Call:
     """Keys and values in the order written."""
 
     def __post_init__(self) -> None:
-        if not (_NAME.fullmatch(self.name) or _is_path(self.name)):
+        if not (is_name(self.name) or _is_path(self.name)):
             raise UsageError(f"codec name {self.name!r} is not {_CODEC}; write e.g. 'onebit'.")
         for key, value in self.options:
             if not _KEY.fullmatch(key) or not _is_value(value):
                 raise UsageError(
                     f"codec option {key!r}={value!r} is not a word with {_VALUE}; "
-                    "write e.g. 'ratio=0.01'."
+                    f"{_advice(key, value)}."
                 )
         if len({key for key, _ in self.options}) < len(self.options):
             raise UsageError(f"codec expression {str(self)!r} gives an option twice; give it once.")
@@ -103,6 +103,15 @@ def parse(text: str) -> Call:
     return _Parser(text).whole()
 
 
+def is_name(text: str) -> bool:
+    """Whether an expression can name a codec so.
+
+    >>> is_name("one-bit"), is_name("1bit")
+    (True, False)
+    """
+    return _NAME.fullmatch(text) is not None
+
+
 class _Parser:
     """One walk from left to right; `at` is the index of the next character."""
 
@@ -119,7 +128,12 @@ class _Parser:
 
     def call(self, name: str, start: int, depth: int) -> Call:
         """Read the arguments of a codec whose name was read, if it has any."""
-        if not (_NAME.fullmatch(name) or _is_path(name)):
+        if not (is_name(name) or _is_path(name)):
+            if _INT.fullmatch(name) or _FLOAT.fullmatch(name):
+                raise UsageError(
+                    f"codec expression {self.text!r} has {name!r} without a name (column "
+                    f"{start + 1}); options are named: write e.g. 'topk(ratio=0.01)'."
+                )
             self.fail(_CODEC, start, name)
         if depth > MAX_DEPTH:
             raise UsageError(
@@ -237,6 +251,15 @@ def _value(word: str) -> Value | None:
     elif _FLOAT.fullmatch(word):
         value = float(word)
     return value if _is_value(value) else None
+
+
+def _advice(key: str, value: Value) -> str:
+    """How to give an option that is refused."""
+    if isinstance(value, float):
+        return "a number must be finite"
+    if isinstance(value, str) and _value(value) not in (None, value):
+        return f"write {key}={value} without quotes"
+    return "write e.g. 'ratio=0.01'"
 
 
 def _value_text(value: Value) -> str:

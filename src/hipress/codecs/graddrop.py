@@ -1,6 +1,6 @@
 """`graddrop(ratio=0.01, sample=0.001)`: all but the largest elements dropped."""
 
-from hipress.codecs.spec import RATIO_RULE, Option, Spec, share
+from hipress.codecs.spec import RATIO_RULE, Option, Spec, feedback_off, share
 
 SPEC = Spec(
     program="graddrop.pse",
@@ -23,5 +23,5 @@ SPEC = Spec(
             about="share of the elements that the threshold is estimated from (at least 4096)",
         ),
     ),
-    back=lambda o, workers: f"topk(ratio={min(1.0, o['ratio'] * workers)!r})",
+    back=lambda o, workers: f"topk(ratio={min(1.0, o['ratio'] * workers)!r}{feedback_off(o)})",
 )

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,15 +14,26 @@ from numpy.typing import NDArray
 
 from hipress import settings
 from hipress.codecs import frame, tensors
-from hipress.codecs.base import Codec, State, lr_ratio
+from hipress.codecs.base import Codec, State, lr_ratio, workers
 from hipress.compll.build import Bound, Loaded
 from hipress.compll.derive import ALPHA, MU, PLAIN, RHO, Variant
 from hipress.compll.ir import MAX_NUMEL
 from hipress.compll.threads import runner
-from hipress.errors import FrameError, UsageError
+from hipress.errors import BackendError, FrameError, UsageError
 
-RESERVED = {"seed", "stream", "step", "lr_ratio"}
+if TYPE_CHECKING:
+    from hipress.codecs.gpu import GpuKernels
+
+RNG_KEYS = ("seed", "stream", "step")
+"""Keys of a state that draws random numbers."""
+WRAPPER_KEYS = frozenset({"residual", "added_residual", "momentum", "added_momentum"})
+"""Keys whose content would be lost by a codec that does not keep them; any other key may be there,
+for a caller may keep something of its own in the same dict."""
+RESERVED = {*RNG_KEYS, "lr_ratio"}
 """Keys of a state that no program can take."""
+
+MAX_BYTES = 2**48
+"""A frame cannot be larger; 2^32 - 1 elements in double precision take 2^35."""
 
 HEAD_BYTES = frame.frame_bytes([0])
 """Header and table of a frame with one body."""
@@ -67,8 +78,9 @@ class ProgramCodec(Codec):
         self.mu = mu
         self._name = name
         self._backend = backend
-        self._family = family or Family()
+        self.family = family or Family()
         self._shares_stream = shares_stream
+        self._gpu_kernels: dict[str, GpuKernels] = {}
         # Made now, not at first use: a wrong program, or a wrapper that cannot be fused, shows.
         self._kernel = bound.kernels(variant=variant)[0]
         self._body_bytes = bound.body_bytes()
@@ -95,6 +107,23 @@ class ProgramCodec(Codec):
         chosen = self._backend or settings.backend()
         return "cpu" if chosen == "auto" else chosen
 
+    def _runs_on_gpu(self, x: torch.Tensor) -> bool:
+        """Whether the gpu backend takes this tensor; refuses one that no backend in use takes."""
+        chosen = self._backend or settings.backend()
+        if chosen == "auto":
+            return x.is_cuda
+        if chosen == "gpu" and not tensors.gpu_takes(x):
+            raise BackendError(
+                f"the gradient is on {x.device} and the backend is gpu; move it to a CUDA device, "
+                "or set HIPRESS_BACKEND=auto."
+            )
+        if chosen != "gpu" and x.is_cuda:
+            raise BackendError(
+                f"the gradient is on {x.device} and the backend is {chosen}; use x.cpu(), or set "
+                "HIPRESS_BACKEND=auto."
+            )
+        return chosen == "gpu"
+
     def with_variant(
         self, variant: Variant, name: str, mu: float = 0.9, family: Family | None = None
     ) -> ProgramCodec:
@@ -105,14 +134,12 @@ class ProgramCodec(Codec):
             variant=variant,
             mu=mu,
             backend=self._backend,
-            family=family or self._family,
+            family=family or self.family,
             shares_stream=self._shares_stream,
         )
 
     def aggregator(self, num_workers: int) -> Codec:
-        if num_workers < 1:
-            raise UsageError(f"an aggregator of {num_workers} workers; there is at least one.")
-        return self._family.back(num_workers, self.variant.feedback) or self
+        return self.family.back(workers(num_workers), self.variant.feedback) or self
 
     @property
     def shares_stream(self) -> bool:
@@ -120,12 +147,18 @@ class ProgramCodec(Codec):
 
     @property
     def phases(self) -> tuple[tuple[int, Codec], ...]:
-        return tuple(self._family.phases()) or ((0, self),)
+        return tuple(self.family.phases()) or ((0, self),)
 
     def wire_bytes(self, numel: int) -> int:
         if not 0 <= numel <= MAX_NUMEL:
             raise UsageError(f"a gradient of {numel} elements; a codec takes 0 to {MAX_NUMEL}.")
-        return HEAD_BYTES + self._body_bytes(numel)
+        size = HEAD_BYTES + self._body_bytes(numel)
+        if size > MAX_BYTES:
+            raise UsageError(
+                f"{self.name} would make {size:,} bytes of {numel} elements, more than a frame can "
+                f"have ({MAX_BYTES:,}): a size in its program is too large."
+            )
+        return size
 
     def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
         tensors.storage(x, "the gradient")
@@ -133,18 +166,26 @@ class ProgramCodec(Codec):
         for name in self._state_names:
             state[name] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
         if self._kernel.random:
-            for key, value in (("seed", seed), ("stream", stream), ("step", 0)):
-                state[key] = torch.tensor(value, dtype=torch.int64)
+            for key, value in zip(RNG_KEYS, (seed, stream, 0), strict=True):
+                state[key] = torch.tensor(value, dtype=torch.int64, device=x.device)
         return state
 
     def encode(
         self, x: torch.Tensor, state: State | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        loaded = self._load(tensors.storage(x, "the gradient"))
+        dtype = tensors.storage(x, "the gradient")
         numel = x.numel()
         size = self.wire_bytes(numel)
-        payload = torch.empty(size, dtype=torch.uint8) if out is None else _checked_out(out, size)
-        states, rng = self._open(state, numel)
+        if out is None:
+            payload = torch.empty(size, dtype=torch.uint8, device=x.device)
+        else:
+            payload = _checked_out(out, size, x.device)
+        held = self._held(state, x)
+        if self._runs_on_gpu(x):
+            self._gpu(dtype).encode(x, held, state, payload)
+            self._count_step(state)
+            return payload
+        loaded, states, rng = self._load(dtype), [tensors.flat(h) for h in held], self._rng(state)
         data = payload.numpy()
         header = frame.Header(codec_hash=self.codec_hash, step=rng[2])
         frame.write_header(data, header, [frame.Body(numel, size - HEAD_BYTES)])
@@ -153,9 +194,12 @@ class ProgramCodec(Codec):
             body[:] = 0
         elif self._run_encode(loaded, x, body, states, rng, lr_ratio(state)):
             frame.set_flag(data, frame.FLAG_NONFINITE)
+        self._count_step(state)
+        return payload
+
+    def _count_step(self, state: State | None) -> None:
         if state is not None and self._kernel.random:
             state["step"] += 1
-        return payload
 
     def decode(
         self,
@@ -165,7 +209,12 @@ class ProgramCodec(Codec):
         add: bool = False,
         alpha: float = 1.0,
     ) -> torch.Tensor:
-        data = _checked_payload(payload)
+        if out is not None:
+            _checked_target(payload, out)
+        payload = _checked_payload(payload)
+        if self._runs_on_gpu(payload):
+            return self._decode_on_gpu(payload, out, add, alpha)
+        data = payload.numpy()
         header, body = frame.read_single(data, self.codec_hash)
         numel = body.numel
         if body.num_bytes != self._expected_bytes(numel):
@@ -179,8 +228,6 @@ class ProgramCodec(Codec):
             out = torch.empty(numel, dtype=torch.float32)
         elif out.numel() != numel:
             raise UsageError(f"out has {out.numel()} elements; the frame holds {numel}.")
-        elif not out.is_contiguous():
-            raise UsageError("out is not contiguous; decode into a contiguous tensor and copy.")
         loaded = self._load(tensors.storage(out, "out"))
         if numel == 0:
             return out
@@ -202,7 +249,34 @@ class ProgramCodec(Codec):
             raise FrameError(f"the frame is damaged: {refusal}; send it again.")
         return out
 
+    def _decode_on_gpu(
+        self, payload: torch.Tensor, out: torch.Tensor | None, add: bool, alpha: float
+    ) -> torch.Tensor:
+        """Without `out` the frame is read, and all of it checked, on the host."""
+        waits = out is None
+        if out is None:
+            if add:
+                raise UsageError("decode with add=True needs out=, the tensor to add to.")
+            _, body = frame.read_single(payload.cpu().numpy(), self.codec_hash)
+            out = torch.empty(body.numel, dtype=torch.float32, device=payload.device)
+        if payload.numel() != self.wire_bytes(out.numel()):
+            raise FrameError(
+                f"the frame has {payload.numel()} bytes; {self.name} needs "
+                f"{self.wire_bytes(out.numel())} for the {out.numel()} elements of out."
+            )
+        if out.numel():
+            kernels = self._gpu(tensors.storage(out, "out"))
+            kernels.decode(payload, out, add=add, alpha=alpha, waits=waits)
+        return out
+
     # Inside.
+
+    def _gpu(self, dtype: str) -> GpuKernels:
+        if dtype not in self._gpu_kernels:
+            from hipress.codecs.gpu import GpuKernels
+
+            self._gpu_kernels[dtype] = GpuKernels(self, dtype)
+        return self._gpu_kernels[dtype]
 
     def _run_encode(
         self,
@@ -235,37 +309,57 @@ class ProgramCodec(Codec):
     def _expected_bytes(self, numel: int) -> int:
         return self._body_bytes(numel) if numel <= MAX_NUMEL else -1
 
-    def _open(self, state: State | None, numel: int) -> tuple[list[Any], tuple[int, int, int]]:
-        """State tensors as kernels take them, and (seed, stream, step)."""
-        names = self._state_names
+    @cached_property
+    def _state_keys(self) -> frozenset[str]:
+        return frozenset([*self._state_names, *RNG_KEYS * self._kernel.random])
+
+    def _held(self, state: State | None, x: torch.Tensor) -> list[torch.Tensor]:
+        """The state's arrays in the order that kernels take them."""
+        keys = self._state_keys
         if state is None:
-            if names or self._kernel.random:
+            if keys:
                 raise UsageError(
                     f"{self.name} keeps state; make it once with state = c.init(x) and pass it: "
                     "c.encode(x, state)."
                 )
-            return [], (0, 0, 0)
-        arrays = []
-        for name in names:
-            held = state.get(name)
-            if held is None:
-                raise UsageError(f"the state has no {name!r}; make it with {self.name}.init(x).")
-            if held.dtype != torch.float32 or held.numel() != numel or not held.is_contiguous():
-                raise UsageError(
-                    f"state {name!r} has {held.numel()} elements of {held.dtype}; the gradient "
-                    f"needs {numel} of torch.float32: make a new state with init(x)."
-                )
-            arrays.append(tensors.flat(held))
-        if not self._kernel.random:
-            return arrays, (0, 0, 0)
-        missing = [key for key in ("seed", "stream", "step") if key not in state]
-        if missing:
-            raise UsageError(f"the state has no {missing[0]!r}; make it with {self.name}.init(x).")
-        seed, stream, step = (int(state[key]) for key in ("seed", "stream", "step"))
-        return arrays, (seed & (2**64 - 1), stream & (2**32 - 1), step & (2**32 - 1))
+            return []
+        if not isinstance(state, dict) or state.keys() & (WRAPPER_KEYS | keys) != keys:
+            raise self._foreign(state)
+        for name in self._state_names:
+            tensors.check_state(name, state[name], x)
+        return [state[name].view(-1) for name in self._state_names]
+
+    def _rng(self, state: State | None) -> tuple[int, int, int]:
+        """(seed, stream, step) on the host."""
+        if state is None or not self._kernel.random:
+            return (0, 0, 0)
+        seed, stream, step = (tensors.whole(key, state[key]) for key in RNG_KEYS)
+        return seed & (2**64 - 1), stream & (2**32 - 1), step & (2**32 - 1)
+
+    def _foreign(self, state: Any) -> UsageError:
+        """Why a state is not one of this codec."""
+        if not isinstance(state, dict):
+            return UsageError(
+                f"the state is a {type(state).__name__}, not a dict; make it with "
+                f"{self.name}.init(x)."
+            )
+        missing = [key for key in (*self._state_names, *RNG_KEYS) if key not in state]
+        if missing and missing[0] in self._state_keys:
+            return UsageError(f"the state has no {missing[0]!r}; make it with {self.name}.init(x).")
+        extra = min(state.keys() & WRAPPER_KEYS - self._state_keys)
+        return UsageError(
+            f"the state has {extra!r}, which {self.name} does not keep, so it would be lost: it is "
+            f"the state of another codec; make it with {self.name}.init(x)."
+        )
 
 
-def _checked_out(out: torch.Tensor, size: int) -> torch.Tensor:
+def _checked_out(out: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
+    if not isinstance(out, torch.Tensor):
+        raise UsageError(f"out is a {type(out).__name__}; encode writes into a uint8 tensor.")
+    if out.device != device:
+        raise UsageError(
+            f"out is on {out.device}, the gradient on {device}; they must be on one device."
+        )
     if out.dtype != torch.uint8 or out.numel() != size or not out.is_contiguous():
         raise UsageError(
             f"out has {out.numel()} elements of {out.dtype}; encode needs {size} contiguous bytes: "
@@ -276,7 +370,24 @@ def _checked_out(out: torch.Tensor, size: int) -> torch.Tensor:
     return out.view(-1)
 
 
-def _checked_payload(payload: torch.Tensor) -> NDArray[np.uint8]:
+def _checked_target(payload: torch.Tensor, out: torch.Tensor) -> None:
+    tensors.storage(out, "out")
+    if not out.is_contiguous():
+        raise UsageError("out is not contiguous; decode into a contiguous tensor and copy.")
+    if isinstance(payload, torch.Tensor) and payload.device != out.device:
+        raise UsageError(
+            f"the payload is on {payload.device}, out on {out.device}; they must be on one device: "
+            "move the payload with payload.to(out.device)."
+        )
+
+
+def _checked_payload(payload: torch.Tensor) -> torch.Tensor:
+    if not isinstance(payload, torch.Tensor):
+        raise FrameError(
+            f"a payload is a 1-D uint8 tensor, as encode returns it; this is a "
+            f"{type(payload).__name__}."
+        )
+    tensors.on_device(payload, "the payload")
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise FrameError(
             f"a payload is a 1-D uint8 tensor; this has dtype {payload.dtype} and "
@@ -285,4 +396,4 @@ def _checked_payload(payload: torch.Tensor) -> NDArray[np.uint8]:
     payload = payload.detach().contiguous()
     if payload.data_ptr() % frame.ALIGN:  # kernels read floats and words from it
         payload = payload.clone()
-    return payload.numpy()
+    return payload

@@ -42,7 +42,12 @@ class Spec:
     back: Callable[[Mapping[str, Any], int], str] | None = None
     """The expression of the way back for some options and workers; the codec itself if None."""
     phases: Callable[[Mapping[str, Any]], list[tuple[int, dict[str, Any]]]] | None = None
-    """First step and changed options of each phase, where the rate changes over time."""
+    """First step and changed options of each phase, where the rate changes over time.
+
+    The options of a phase describe one that does not change: `dgc` gives `warmup=0` in each.
+    """
+    own_memory: bool = False
+    """Whether it keeps momentum and a residual itself: a wrapper would do that a second time."""
     shares_stream: bool = False
     """Whether all ranks must draw the same random numbers, e.g. to pick the same places."""
     package: str = "hipress.codecs"
@@ -59,9 +64,26 @@ def number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def positive(value: Any) -> bool:
+    """Whether an option is a number above 0 that binary32 holds with room to spare."""
+    return number(value) and 1e-30 <= value <= 1e30
+
+
+def fraction(value: Any) -> bool:
+    """Whether an option is at least 0 and below 1, also when it is rounded to binary32."""
+    return number(value) and 0 <= value <= 0.999999
+
+
 def truth(value: Any) -> bool:
     """Whether an option is true or false."""
     return isinstance(value, bool)
 
 
+def feedback_off(options: Mapping[str, Any]) -> str:
+    """What `back` adds to an expression so that `ef=false` holds on the way back too."""
+    return "" if options["ef"] else ", ef=false"
+
+
 RATIO_RULE = "above 0, at most 1"
+POSITIVE_RULE = "from 1e-30 to 1e30"
+FRACTION_RULE = "from 0 to 0.999999"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata, resources
 from typing import Any
+
+import numpy as np
 
 from hipress.codecs import expression, wrappers
 from hipress.codecs.base import Codec
@@ -17,7 +20,7 @@ from hipress.codecs.program import Family, ProgramCodec
 from hipress.codecs.spec import Option, Spec
 from hipress.compll.build import Program, parse_program, read_program
 from hipress.compll.derive import Variant
-from hipress.errors import UsageError
+from hipress.errors import HipressError, UsageError
 
 TABLE = {
     "none": "hipress.codecs.none",
@@ -67,6 +70,21 @@ def names() -> list[str]:
     return [*TABLE, *sorted(_others())]
 
 
+def broken() -> dict[str, str]:
+    """Codecs of other packages that cannot be made with their defaults, each with the reason.
+
+    Whoever walks over `names()` leaves these out, so that one package does not stop the rest.
+    """
+    reasons = {}
+    for name in _others():
+        try:
+            codec(name)
+        except Exception as error:  # their functions run here: anything may come
+            text = str(error) if isinstance(error, HipressError) else f"{name}: {error!r}"
+            reasons[name] = text
+    return reasons
+
+
 def describe(name: str) -> Description:
     """What a codec does, its options and their defaults, its paper and its program.
 
@@ -74,8 +92,15 @@ def describe(name: str) -> Description:
         >>> describe("topk").feedback
         True
     """
+    if not isinstance(name, str):
+        raise UsageError(f"describe takes the name of a codec, e.g. 'topk'; got {name!r}.")
     if name in WRAPPERS:
         raise UsageError(f"{name!r} wraps a codec, e.g. '{name}(onebit)'; describe the one inside.")
+    if not expression.is_name(name):
+        raise UsageError(
+            f"describe({name!r}): that is no name of a codec, e.g. 'topk'; of a program in a file, "
+            "and of options, `hipress compll check FILE` tells."
+        )
     spec = _spec(name)
     return Description(
         name=name,
@@ -107,7 +132,8 @@ def codec(expr: str, **options: Value) -> Codec:
         raise UsageError(f"a codec is named by a string such as 'ef(onebit)'; got {expr!r}.")
     call = expression.parse(expr)
     if options:
-        call = Call(call.name, call.args, (*call.options, *options.items()))
+        plain = [(k, v.item() if isinstance(v, np.generic) else v) for k, v in options.items()]
+        call = Call(call.name, call.args, (*call.options, *plain))
         expression.parse(str(call))  # an option given twice is found here
     return _build(call) if _has_path(call) else _cached(str(call))
 
@@ -138,10 +164,11 @@ def _build(call: Call) -> Codec:
         plain = ProgramCodec(read_program(call.name).bind(options), name=str(call))
         return plain.with_variant(Variant(feedback=True), str(call)) if asked else plain
     spec = _spec(call.name)
+    if asked and spec.own_memory:
+        raise _has_own_memory(call.name, "ef=true")
     values = {o.name: _option(call.name, o, options) for o in spec.options}
     if options:
-        known = ", ".join([*(o.name for o in spec.options), "ef"])
-        raise UsageError(f"{call.name} has no option {next(iter(options))!r}; it takes: {known}.")
+        raise _no_option(call.name, next(iter(options)), [*(o.name for o in spec.options), "ef"])
     bound = _program(call.name).bind(spec.params(values))
     plain = ProgramCodec(
         bound,
@@ -164,10 +191,7 @@ def _family(call: Call, spec: Spec, values: dict[str, Any]) -> Family:
     def phases() -> list[tuple[int, Codec]]:
         rows = [] if spec.phases is None else spec.phases(values)
         asked = [(name, value) for name, value in call.options if name == "ef"]
-        return [
-            (start, _phase(call.name, {**values, **changed, "warmup": 0}, asked))
-            for start, changed in rows
-        ]
+        return [(start, _phase(call.name, {**values, **changed}, asked)) for start, changed in rows]
 
     return Family(back, phases)
 
@@ -179,21 +203,52 @@ def _phase(name: str, values: dict[str, Any], asked: list[tuple[str, Value]]) ->
 def _wrap(call: Call) -> Codec:
     if len(call.args) != 1:
         raise UsageError(f"{call.name} takes one codec, e.g. '{call.name}(onebit)'.")
-    inner = _build(call.args[0])
+    arg = call.args[0]
+    inner = _build(arg)
+    if arg.name not in WRAPPERS and not arg.is_path and _spec(arg.name).own_memory:
+        raise _has_own_memory(arg.name, call.name)
     options = dict(call.options)
     if call.name == "ef":
         if options:
-            raise UsageError(f"ef has no option {next(iter(options))!r}; it takes none.")
+            raise _misplaced(call, next(iter(options)), [])
         return wrappers.feedback(inner)
     mu, nesterov = options.pop("mu", 0.9), options.pop("nesterov", True)
     if options:
-        raise UsageError(f"momentum has no option {next(iter(options))!r}; it takes: mu, nesterov.")
+        raise _misplaced(call, next(iter(options)), ["mu", "nesterov"])
     if isinstance(mu, bool | str) or not isinstance(nesterov, bool):
         raise UsageError(
             f"momentum: mu={_shown(mu)} must be a number and nesterov={_shown(nesterov)} "
             "true or false."
         )
     return wrappers.momentum(inner, mu=float(mu), nesterov=nesterov)
+
+
+def _no_option(name: str, option: str, known: list[str]) -> UsageError:
+    close = difflib.get_close_matches(option, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return UsageError(
+        f"{name} has no option {option!r}; it takes: {', '.join(known) or 'none'}.{hint}"
+    )
+
+
+def _misplaced(call: Call, option: str, known: list[str]) -> UsageError:
+    """For an option that a wrapper does not have: maybe the codec inside has it."""
+    inner = call.args[0]
+    while inner.args:
+        inner = inner.args[0]
+    if not inner.is_path and option in {*(o.name for o in _spec(inner.name).options), "ef"}:
+        return UsageError(
+            f"{call.name} has no option {option!r}, {inner.name} has: write it inside, e.g. "
+            f"'{call.name}({inner.name}({option}=...))'."
+        )
+    return _no_option(call.name, option, known)
+
+
+def _has_own_memory(name: str, asked: str) -> UsageError:
+    return UsageError(
+        f"{name} keeps momentum and a residual itself, {asked} would do that a second time; "
+        f"write {name} alone (describe({name!r}) lists its options)."
+    )
 
 
 def _option(codec_name: str, option: Option, options: dict[str, Value]) -> Any:
@@ -226,9 +281,24 @@ def _spec(name: str) -> Spec:
 
 
 def _others() -> dict[str, metadata.EntryPoint]:
-    """Codecs of other packages; a built-in name cannot be taken."""
-    found = metadata.entry_points(group=ENTRY_POINTS)
-    return {point.name: point for point in found if point.name not in TABLE}
+    """Codecs of other packages; one that no expression could name is told in the log."""
+    others = {}
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        if point.name in TABLE or point.name in WRAPPERS:
+            _ignore(point, "that name is built in")
+        elif not expression.is_name(point.name):
+            _ignore(point, "a name is letters, digits, _ and -, and does not start with a digit")
+        else:
+            others[point.name] = point
+    return others
+
+
+@lru_cache(maxsize=256)  # told once
+def _ignore(point: metadata.EntryPoint, reason: str) -> None:
+    logging.getLogger("hipress").warning(
+        "the codec %r of %r is ignored: %s; rename its entry point.",
+        point.name, point.value, reason,
+    )  # fmt: skip
 
 
 def _load(point: metadata.EntryPoint) -> Spec:

@@ -1,6 +1,6 @@
 """`tbq(tau=0.5)`: plus or minus tau where the accumulated element has reached it."""
 
-from hipress.codecs.spec import Option, Spec, number
+from hipress.codecs.spec import POSITIVE_RULE, Option, Spec, positive
 
 SPEC = Spec(
     program="tbq.pse",
@@ -12,11 +12,9 @@ SPEC = Spec(
         Option(
             name="tau",
             default=0.5,
-            rule="above 0",
-            allowed=lambda v: number(v) and 0 < v <= 1e30,
+            rule=POSITIVE_RULE,
+            allowed=positive,
             about="the threshold, in units of the gradient",
         ),
     ),
-    # On the way back the mean moves in steps of tau over the number of workers.
-    back=lambda o, workers: f"tbq(tau={o['tau'] / workers!r})",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -27,13 +28,57 @@ def storage(x: torch.Tensor, what: str) -> str:
             f"{what} has dtype {str(x.dtype).removeprefix('torch.')}; a codec takes {choices}: "
             "convert it first."
         )
-    if x.device.type != "cpu":
-        raise BackendError(
-            f"{what} is on {x.device}; this version compresses on the CPU only: use x.cpu()."
-        )
+    on_device(x, what)
     if x.layout is not torch.strided:
         raise UsageError(f"{what} is sparse ({x.layout}); a codec takes dense tensors.")
     return STORAGE[x.dtype]
+
+
+def on_device(x: torch.Tensor, what: str) -> None:
+    """Refuses a tensor on a device without a backend."""
+    if x.device.type not in ("cpu", "cuda"):
+        raise BackendError(
+            f"{what} is on {x.device}; codecs run on CPU and CUDA tensors: use x.cpu()."
+        )
+
+
+def gpu_takes(x: torch.Tensor) -> bool:
+    """Whether the gpu backend runs where this tensor is."""
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def check_state(name: str, held: torch.Tensor, x: torch.Tensor) -> None:
+    """Refuses what cannot be a state for the gradient `x`."""
+    if (
+        isinstance(held, torch.Tensor)
+        and held.dtype == torch.float32
+        and held.numel() == x.numel()
+        and held.device == x.device
+        and held.is_contiguous()
+    ):
+        return
+    if isinstance(held, torch.Tensor):
+        found, needed = f"has {held.numel()} elements of {held.dtype}", ""
+        if held.device != x.device:
+            found, needed = f"{found} on {held.device}", f" on {x.device}"
+        if not held.is_contiguous():
+            found, needed = f"{found} with gaps", f"{needed} without gaps"
+    else:
+        found, needed = f"is a {type(held).__name__}, not a tensor", ""
+    raise UsageError(
+        f"state {name!r} {found}; the gradient needs {x.numel()} of torch.float32{needed}: make a "
+        "new state with init(x)."
+    )
+
+
+def whole(name: str, held: torch.Tensor) -> int:
+    """The integer that a state holds: its seed, its stream or its step."""
+    try:
+        return int(held)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"state {name!r} is {held!r}; it must be one whole number, as init(x) makes it."
+        ) from error
 
 
 def flat(x: torch.Tensor) -> NDArray[Any]:

@@ -11,8 +11,8 @@ SPEC = Spec(
         Option(
             name="clip",
             default=2.5,
-            rule="0 (off) to 1e6",
-            allowed=lambda v: number(v) and 0 <= v <= 1e6,
+            rule="0 (off), or from 0.001 to 1e6",
+            allowed=lambda v: number(v) and (v == 0 or 1e-3 <= v <= 1e6),
             about="elements are clipped to this many standard deviations",
         ),
     ),

@@ -1,6 +1,6 @@
 """`topk(ratio=0.01, exact=false)`: the largest elements by magnitude."""
 
-from hipress.codecs.spec import RATIO_RULE, Option, Spec, share, truth
+from hipress.codecs.spec import RATIO_RULE, Option, Spec, feedback_off, share, truth
 
 SPEC = Spec(
     program="topk.pse",
@@ -33,6 +33,6 @@ SPEC = Spec(
     # Workers pick different elements: the way back has room for all of them.
     back=lambda o, workers: (
         f"topk(ratio={min(1.0, o['ratio'] * workers)!r}, "
-        f"exact={'true' if o['exact'] else 'false'}, sample={o['sample']!r})"
+        f"exact={'true' if o['exact'] else 'false'}, sample={o['sample']!r}{feedback_off(o)})"
     ),
 )

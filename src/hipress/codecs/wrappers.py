@@ -6,10 +6,14 @@ generic path: right for every codec, slower, and the oracle that tests hold the 
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 
 from hipress.codecs.base import Codec, State, lr_ratio
 from hipress.codecs.program import Family, ProgramCodec
+from hipress.codecs.spec import FRACTION_RULE, fraction
+from hipress.codecs.tensors import check_state
 from hipress.compll.derive import Variant
 from hipress.errors import UsageError
 
@@ -23,21 +27,29 @@ def feedback(inner: Codec) -> Codec:
     if isinstance(inner, ProgramCodec):
         if inner.variant.feedback:
             return inner
-        return inner.with_variant(Variant(feedback=True), f"ef({inner.name})")
+        family = Family(
+            inner.family.back, lambda: [(at, feedback(c)) for at, c in inner.family.phases()]
+        )
+        return inner.with_variant(Variant(feedback=True), f"ef({inner.name})", family=family)
     return inner if isinstance(inner, Feedback) else Feedback(inner)
 
 
 def momentum(inner: Codec, *, mu: float = 0.9, nesterov: bool = True) -> Codec:
     """`momentum(inner, mu=..., nesterov=...)`: the momentum of the gradients is sent."""
-    if not 0 <= mu < 1:
-        raise UsageError(f"momentum: mu={mu} must be at least 0 and below 1, e.g. 0.9.")
+    if not fraction(mu):
+        raise UsageError(f"momentum: mu={mu} must be {FRACTION_RULE}, e.g. 0.9.")
     if isinstance(inner, Momentum) or (isinstance(inner, ProgramCodec) and inner.variant.momentum):
         raise UsageError(f"{inner.name} has momentum already; write momentum(...) once.")
     if not isinstance(inner, ProgramCodec):
         return Momentum(inner, mu=mu, nesterov=nesterov)
     variant = Variant(feedback=inner.variant.feedback, momentum=True, nesterov=nesterov)
     # Momentum is for the workers: on the way back it would be applied a second time.
-    family = Family(back=lambda workers, _: inner.aggregator(workers))
+    family = Family(
+        back=lambda workers, _: inner.aggregator(workers),
+        phases=lambda: [
+            (at, momentum(c, mu=mu, nesterov=nesterov)) for at, c in inner.family.phases()
+        ],
+    )
     return inner.with_variant(variant, _momentum_name(inner, mu, nesterov), mu, family)
 
 
@@ -58,6 +70,16 @@ class _Wrapper(Codec):
     @property
     def shares_stream(self) -> bool:
         return self.inner.shares_stream
+
+    @property
+    def phases(self) -> tuple[tuple[int, Codec], ...]:
+        return tuple(
+            (at, self if c is self.inner else self.around(c)) for at, c in self.inner.phases
+        )
+
+    @abstractmethod
+    def around(self, inner: Codec) -> Codec:
+        """The same wrapper around another codec."""
 
     def wire_bytes(self, numel: int) -> int:
         return self.inner.wire_bytes(numel)
@@ -80,11 +102,12 @@ class _Wrapper(Codec):
             raise UsageError(
                 f"{self.name} keeps state; make it once with state = c.init(x) and pass it."
             )
-        if state[name].numel() != x.numel():
-            raise UsageError(
-                f"state {name!r} has {state[name].numel()} elements; the gradient {x.numel()}."
-            )
+        check_state(name, state[name], x)
         return state[name]
+
+    def _inside(self, name: str, state: State | None) -> State:
+        """What the codec inside knows of a state: all but what the wrapper keeps."""
+        return {key: held for key, held in (state or {}).items() if key != name}
 
 
 class Feedback(_Wrapper):
@@ -99,6 +122,9 @@ class Feedback(_Wrapper):
     def name(self) -> str:
         return f"ef({self.inner.name})"
 
+    def around(self, inner: Codec) -> Codec:
+        return feedback(inner)
+
     def aggregator(self, num_workers: int) -> Codec:
         return feedback(self.inner.aggregator(num_workers))
 
@@ -112,7 +138,7 @@ class Feedback(_Wrapper):
     ) -> torch.Tensor:
         residual = self._memory(self._residual, x, state)
         corrected = x.detach().reshape(-1).float() + residual * lr_ratio(state)
-        payload = self.inner.encode(corrected, state, out=out)
+        payload = self.inner.encode(corrected, self._inside(self._residual, state), out=out)
         left = self.inner.decode(payload)
         torch.sub(corrected, left, out=left)
         # A NaN or an infinity never enters the residual: such an element keeps what it had.
@@ -132,6 +158,9 @@ class Momentum(_Wrapper):
     def name(self) -> str:
         return _momentum_name(self.inner, self.mu, self.nesterov)
 
+    def around(self, inner: Codec) -> Codec:
+        return momentum(inner, mu=self.mu, nesterov=self.nesterov)
+
     def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
         state = self.inner.init(x, seed=seed, stream=stream)
         state["momentum"] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
@@ -145,4 +174,4 @@ class Momentum(_Wrapper):
         fresh = held * self.mu + gradient
         sent = gradient + fresh * self.mu if self.nesterov else fresh
         held.copy_(torch.where(fresh.isfinite(), fresh, held))
-        return self.inner.encode(sent, state, out=out)
+        return self.inner.encode(sent, self._inside("momentum", state), out=out)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import math
 import os
+import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,8 +31,15 @@ from hipress.errors import BackendError, UsageError
 BACKENDS = {
     "reference": "hipress.compll.reference",
     "cpu": "hipress.compll.cpu",
+    "gpu": "hipress.compll.gpu",
 }
 """Name of a backend to the module that renders it: `render(kernels, title=...) -> source`."""
+
+
+MAX_FLOAT = 3.4028235e38
+"""The largest float parameter: what binary32 holds."""
+MAX_NAME = 100
+"""Characters of a function's name: files are named by it, and file systems take 255."""
 
 
 class Renderer(Protocol):
@@ -77,8 +83,10 @@ def _checked(program: str, p: Param, value: Any) -> ParamValue:
     if isinstance(value, bool):
         value = int(value)
     if p.elem.kind == "float":
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise UsageError(f"{program}: {p.name}={value!r} must be a finite number.")
+        if not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
+            raise UsageError(
+                f"{program}: {p.name}={value!r} must be a finite number, at most 3.4e38."
+            )
         return float(value)
     if not isinstance(value, int):
         raise UsageError(f"{program}: {p.name}={value!r} must be an integer ({p.elem}).")
@@ -180,8 +188,9 @@ def import_source(source: str, stem: str) -> ModuleType:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            # Not mkstemp, which lets nobody else read the file whatever the umask says.
+            temporary = folder / f"{name}.{secrets.token_hex(8)}.tmp"
+            with open(temporary, "x", encoding="utf-8") as file:
                 file.write(source)
             os.replace(temporary, path)
     except OSError as error:
@@ -295,6 +304,9 @@ def _functions(source: ast.Source) -> tuple[ast.Function | None, ast.Function | 
         kind = next((k for k in ("Encode", "Decode") if function.name.endswith(k)), None)
         if kind is None:
             message = f"the name {function.name!r} must end in Encode or Decode"
+            fail(source.file, source.text, function.pos, message)
+        if len(function.name) > MAX_NAME:
+            message = f"the name has {len(function.name)} characters; at most {MAX_NAME}"
             fail(source.file, source.text, function.pos, message)
         if kind in found:
             message = f"a second function ending in {kind}; a file holds one program"

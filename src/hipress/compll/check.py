@@ -26,6 +26,7 @@ from hipress.compll.arrays import (
 from hipress.compll.expressions import Expressions
 from hipress.compll.graph import Graph, TooDeep
 from hipress.compll.ir import Array, Expr, Require
+from hipress.compll.parse import TYPES
 from hipress.compll.scope import (
     Binding,
     Env,
@@ -80,7 +81,8 @@ def signature(source: ast.Source, function: ast.Function) -> Signature:
             params.extend(_fields(check, blocks[a.type.base]))
         elif a.type.base[0].isupper() or a.type.base not in _SCALARS:
             known = ", ".join(sorted(blocks)) or "none"
-            check.fail(a, f"{a.type.base!r} is not a type; param blocks in this file: {known}")
+            message = f"{a.type.base!r} is not a type; param blocks in this file: {known}"
+            check.fail(a, f"{message}; types: {TYPES}")
         else:
             params.append(Param(a.name, check.elem(a.type, Env()), None))
     names = [p.name for p in params]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,6 +154,14 @@ class Graph:
                 return self.const(folded)
         if op == "sub" and b.op == "const" and repr(b.attr) == "0.0":
             return a  # exact for every float, -0.0 among them
+        if op == "div" and b.op == "const" and _is_power(b.attr):
+            return self.binary("mul", a, self.const(1.0 / b.attr))  # the same bits, and cheaper
+        if op == "min" and (a.op == "const") != (b.op == "const"):
+            value, limit = (b, a) if a.op == "const" else (a, b)
+            if value.op == "int" and value.args[0].type == "float" and 0 <= limit.attr <= 2**24:
+                # Limited before it is an int, it needs fewer bits (a NaN stays one, and is 0).
+                small = self.binary("min", self.const(float(limit.attr)), value.args[0])
+                return self.make("int", small, type="int", bounds=(value.lo, limit.attr))
         if op == "add" and {a.op, b.op} == {"bstart", "lidx"}:
             return self.idx(self.n)
         if op in ("lt", "le", "eq", "ne"):
@@ -193,6 +202,8 @@ class Graph:
             finite = a.type == "bool" or abs(a.attr) < 2.0**62
             return self.const(int(a.attr) if finite else 0)
         bounds = (0, 1) if a.type == "bool" else None
+        if a.type == "float" and _never_negative(a):
+            bounds = (0, 2**63 - 1)
         return self.make("int", a, type="int", bounds=bounds)
 
     def to_bool(self, a: Expr) -> Expr:
@@ -323,3 +334,25 @@ def _bounds(op: str, a: Expr, b: Expr) -> tuple[int, int] | None:
     if op == "shl" and a.lo >= 0 and 0 <= b.lo and b.hi < 31 and a.hi < 2**31:
         return 0, a.hi << b.hi
     return None
+
+
+def _is_power(x: float) -> bool:
+    """Whether x is a power of two whose reciprocal is as exact."""
+    return abs(math.frexp(x)[0]) == 0.5 and 2.0**-100 <= abs(x) <= 2.0**100
+
+
+def _never_negative(e: Expr) -> bool:
+    """Whether a float is at least zero, or NaN, by the way it is made."""
+    if e.op == "const":
+        return bool(e.attr >= 0)
+    if e.op in ("abs", "sqrt", "uniform", "exp2", "power"):
+        return True
+    if e.op in ("add", "mul", "div", "min"):
+        return all(_never_negative(a) for a in e.args)
+    if e.op == "select":
+        return all(_never_negative(a) for a in e.args[1:])
+    if e.op == "max":
+        return any(_never_negative(a) for a in e.args)
+    return e.op in ("float", "floor") and (
+        _never_negative(e.args[0]) if e.op == "floor" else e.args[0].lo >= 0
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib import resources
 from typing import Any, NoReturn
@@ -11,7 +12,7 @@ import lark
 from hipress.compll import ast
 from hipress.errors import ProgramError
 
-_TYPES = "float, int, uint1, uint2, uint4, uint8, uint16, uint32, uint<...>, float16, bfloat16"
+TYPES = "float, int, uint1, uint2, uint4, uint8, uint16, uint32, uint<...>, float16, bfloat16"
 _TOO_NESTED = "the program is nested too deeply; name the inner parts"
 
 MAX_CHARS = 65_536
@@ -38,6 +39,10 @@ def parse(text: str, *, file: str = "<program>") -> ast.Source:
     except lark.exceptions.UnexpectedEOF:
         fail(file, text, _end_of(text), "the file ends too early")
     except lark.exceptions.UnexpectedToken as error:
+        hint = _hint(error, text)
+        if hint is not None:
+            at, message = hint
+            fail(file, text, _pos_at(text, at), message)
         fail(file, text, _place(error, text), _expected(error))
     except lark.exceptions.VisitError as error:
         if isinstance(error.orig_exc, RecursionError):
@@ -99,12 +104,6 @@ _TERMINALS = {
 
 def _expected(error: lark.exceptions.UnexpectedToken) -> str:
     token = error.token
-    before = getattr(error.interactive_parser.parser_state, "value_stack", [])
-    if token.type == "NAME" and before and isinstance(before[-1], lark.Token):
-        if (
-            before[-1].type == "NAME" and str(before[-1]) not in _TYPES
-        ):  # two names side by side: the first was meant as a type
-            return f"{str(before[-1])!r} is not a type; types: {_TYPES}"
     found = "the end of the file" if token.type == "$END" else f"{str(token)!r}"
     written = {t.name: t.pattern.value for t in _parser().terminals}
     names = sorted(
@@ -114,6 +113,48 @@ def _expected(error: lark.exceptions.UnexpectedToken) -> str:
     if len(names) > 8:  # at an expression's start: the list would hide the message
         names = ["an expression"] if "a number" in names else [*names[:8], "..."]
     return f"found {found}; expected {', '.join(names)}"
+
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_NO_TYPE = r"(?!(?:return|else|if|per|param|inout|lambda_func|void)\b)([A-Za-z_]\w*)"
+_LIKE_A_TYPE = r"((?:u?int|float)\d+(?:_t)?|double|half|bool|char|short|long|unsigned|size_t)"
+
+# What other languages have: how a statement looks up to the place of the error, and what to say.
+# Group 1 is what the message names and where it points.
+_HABITS = (
+    (r"(for|while|do|switch|goto)\b.*",
+     "the language has no {0!r}; map, reduce, filter and scan go over arrays, if and ?: choose"),
+    (r"([A-Za-z_]\w*)\s*\[.*\]\s*(?:[-+*/%&|^]|<<|>>)?=",
+     "an element cannot be set; make the whole array: {0} = map(range(n), ...), or scatter"),
+    (r"([A-Za-z_]\w*)\s*([-+*/%&|^]|<<|>>)=",
+     "the language has no '{1}='; write {0} = {0} {1} ..."),
+    (r"([A-Za-z_]\w*)\s*([-+])\2[;)]", "the language has no '{1}{1}'; write {0} = {0} {1} 1"),
+    (rf"{_NO_TYPE}\s+[A-Za-z_]\w*", f"{{0!r}} is not a type; types: {TYPES}"),
+    (rf"{_LIKE_A_TYPE}\s*\*.*", f"{{0!r}} is not a type; types: {TYPES}"),
+    (rf".*[(,]\s*{_NO_TYPE}\s*\*", f"{{0!r}} is not a type; types: {TYPES}"),
+    (rf"{_LIKE_A_TYPE}", f"{{0!r}} is not a type; types: {TYPES}"),
+)  # fmt: skip
+
+
+def _hint(error: lark.exceptions.UnexpectedToken, text: str) -> tuple[int, str] | None:
+    """Where a habit of another language begins, and what to write instead; None if it is none."""
+    if error.token.type == "$END" or error.token.start_pos is None:
+        return None
+    before = _COMMENT.sub(lambda found: " " * len(found[0]), text[: error.token.start_pos])
+    start = max(before.rfind(mark) for mark in ";{}") + 1
+    statement = before[start:] + str(error.token)
+    if len(statement) > 1000:  # the patterns look back and forth
+        return None
+    for pattern, message in _HABITS:
+        found = re.compile(rf"\s*{pattern}", re.DOTALL).fullmatch(statement)
+        if found is not None:
+            return start + found.start(1), message.format(*found.groups())
+    return None
+
+
+def _pos_at(text: str, at: int) -> ast.Pos:
+    line = text.count("\n", 0, at) + 1
+    return ast.Pos(line, at - text.rfind("\n", 0, at))
 
 
 def _pos(meta: Any) -> ast.Pos:

@@ -252,6 +252,8 @@ class _Scheduler:
             if fits and self._joins(p, write.length, block) and self._knows(p, taken):
                 break
         else:
+            if taken:
+                raise NotFusable("a value depends on what a filter took, but waits for more")
             p = _Open(level, write.length, block)
             self.open.append(p)
         p.block = p.block or block

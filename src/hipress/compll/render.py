@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -45,10 +45,12 @@ def print_values(
     spell: Spell,
     known: dict[Expr, str],
     fresh: Callable[[], str],
+    often: Container[Expr] = (),
 ) -> None:
     """Prints what `roots` need; afterwards `known` has a text for every root.
 
-    A value used twice gets a name; one used once is written where it is used.
+    A value used twice (or, by other roots, `often`) gets a name; one used once is written where
+    it is used.
     """
     roots = list(roots)
     uses = Counter(roots)
@@ -59,7 +61,7 @@ def print_values(
     texts = known
     for e in order:
         text = spell(e, [texts[a] for a in e.args])
-        if uses[e] > 1 and e.op not in ("const", "param"):
+        if (uses[e] > 1 or e in often) and e.op not in ("const", "param"):
             name = fresh()
             out(f"{name} = {text}")
             text = name
@@ -115,7 +117,7 @@ _HOST = {
     "exp2": "_host_exp2({})",
     "log2": "_host_log2({})",
     "sign": "(({0} > 0) - ({0} < 0))",
-    "float": "float({})",
+    "float": "_host_float({})",
     "int": "_host_int({})",
     "finite": "math.isfinite({})",
     "round_f16": "_host_f16({})",
@@ -155,7 +157,7 @@ def _host_floor(a):
 
 
 def _host_exp2(a):
-    return 2.0**a if a < 1024 else math.inf
+    return math.inf if a >= 1024 else 2.0**a
 
 
 def _host_log2(a):
@@ -172,7 +174,17 @@ def _host_bf16(a):
 
 
 def _host_exponent(a):
-    return (math.frexp(abs(a))[1] - 1 if a else -150) if math.isfinite(a) else 128
+    if not math.isfinite(a):
+        return 128
+    return min(max(math.frexp(abs(a))[1] - 1, -150), 128) if a else -150
+
+
+def _host_float(a):
+    return float(a) if abs(a) < 2**1023 else (math.inf if a > 0 else -math.inf)
+
+
+def _host_wrap(a):
+    return (a + 2**63) % 2**64 - 2**63
 
 
 def _host_int(a):
@@ -215,7 +227,21 @@ def host_text(e: Expr, params: tuple[str, ...]) -> str:
     args = [host_text(a, params) for a in e.args]
     if e.op == "uint":
         return f"min(max(_host_int({args[0]}), 0), {2**e.attr - 1})"
+    if e.op == "float" and not _is_large(e.args[0]):
+        return f"float({args[0]})"
     return _HOST[e.op].format(*args)
+
+
+def slot_text(e: Expr, params: tuple[str, ...]) -> str:
+    """A host value as a kernel takes it, where an int has 64 bits and wraps."""
+    text = host_text(e, params)
+    return f"_host_wrap({text})" if _is_large(e) else text
+
+
+def _is_large(e: Expr) -> bool:
+    """Whether an int of the host may need more than 64 bits: its range is not known."""
+    unknown = e.lo == -(2**63) or e.hi == 2**63 - 1
+    return e.type == "int" and unknown and e.op not in ("int", "const")
 
 
 def clear_gaps(places: list[Place], out: Lines) -> None:

@@ -26,6 +26,7 @@ from hipress.compll.render import (
     copied,
     host_text,
     layout,
+    slot_text,
 )
 
 _HEAD = '''\
@@ -179,7 +180,7 @@ def _fill(shared: Shared, places: list[Place], out: Lines) -> None:
             out(f"{slots.int(('at', name))} = {place.offset}")
             out(f"{slots.int(('bytes', name))} = {place.num_bytes}")
     for e, slot in shared.hosts.items():
-        out(f"{slot} = {host_text(e, params)}")
+        out(f"{slot} = {slot_text(e, params)}")
     out("used = 0")
     for array in shared.kernel.temps:
         if ("at", array.name) in slots.ints:

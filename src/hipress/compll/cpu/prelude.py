@@ -85,6 +85,11 @@ def _to_int(x: Any) -> Any:
     return i64(v if x == x else f32(0))
 
 
+def _to_small_int(x: Any) -> Any:
+    """Towards zero, of what is known to be at least zero and to fit, or NaN, which is 0."""
+    return i32(x if x > f32(0) else f32(0))
+
+
 def _sat_f(x: Any, top: Any) -> Any:
     """A float as an unsigned code: NaN and negatives are 0, what is too large is `top`."""
     v = x if x > f32(0) else f32(0)

@@ -54,7 +54,9 @@ def spell(e: Expr, args: list[str]) -> str:
     if e.op in ("float", "sent"):
         return f"f32({args[0]})"
     if e.op == "int":
-        return f"i32({args[0]})" if e.args[0].type == "bool" else f"_to_int({args[0]})"
+        if e.args[0].type == "bool":
+            return f"i32({args[0]})"
+        return f"_to_small_int({args[0]})" if e.narrow else f"_to_int({args[0]})"
     if e.op == "uint":
         return _spell_uint(e, args[0])
     if e.op == "finite":

@@ -34,6 +34,7 @@ from hipress.compll.render import (
     host_text,
     layout,
     print_values,
+    slot_text,
 )
 
 _OPS = {
@@ -160,7 +161,7 @@ class _Printer:
 
     def spell(self, e: Expr, args: list[str]) -> str:
         if e.host:
-            text = host_text(e, self.kernel.params)
+            text = slot_text(e, self.kernel.params)
             return text if e.type == "bool" else f"{'f32' if e.type == 'float' else 'i64'}({text})"
         if e.op in ("load", "load_clamped"):
             return self._load(e, args[0])
