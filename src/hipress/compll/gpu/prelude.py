@@ -1,0 +1,365 @@
+"""What generated GPU code calls: copied, function by function, into each module that needs it.
+
+These are functions of Triton's language; here they are only text. Tiles have two dimensions, rows
+(blocks) and columns (elements of a block), so that one way of writing serves both kinds of loop.
+"""
+
+# ruff: noqa: SIM108
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # text may be made where Triton is not installed
+    import triton.language as tl
+
+
+def _f32(x: tl.constexpr) -> Any:
+    return tl.full((), x, tl.float32)
+
+
+def _i32(x: tl.constexpr) -> Any:
+    return tl.full((), x, tl.int32)
+
+
+def _i64(x: tl.constexpr) -> Any:
+    return tl.full((), x, tl.int64)
+
+
+def _bool(x: tl.constexpr) -> Any:
+    return tl.full((), x, tl.int1)
+
+
+def _min(a: Any, b: Any) -> Any:
+    return tl.where(a < b, a, b)
+
+
+def _max(a: Any, b: Any) -> Any:
+    return tl.where(a > b, a, b)
+
+
+def _min_nan(a: Any, b: Any) -> Any:
+    return tl.where(a < b, a, tl.where(a != a, a, b))
+
+
+def _max_nan(a: Any, b: Any) -> Any:
+    return tl.where(a > b, a, tl.where(a != a, a, b))
+
+
+def _sign_f(x: Any) -> Any:
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0)).to(tl.float32)
+
+
+def _sign_i(x: Any) -> Any:
+    return (x > 0).to(tl.int32) - (x < 0).to(tl.int32)
+
+
+def _exponent(x: Any) -> Any:
+    """floor(log2(abs(x))) from the bits; a subnormal number is made normal first."""
+    b = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    small = (tl.abs(x) * 8388608.0).to(tl.int32, bitcast=True)
+    e = tl.where(b < 0x00800000, (small >> 23) - 150, (b >> 23) - 127)
+    return tl.where(b == 0, -150, e)
+
+
+def _power(e: Any) -> Any:
+    """2.0 to the power of an int from -126 to 127."""
+    return ((e.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+def _finite(x: Any) -> Any:
+    return tl.abs(x) <= 3.4028234663852886e38
+
+
+def _idiv(a: Any, b: Any) -> Any:
+    """Towards zero, as in C; by zero gives 0."""
+    q = tl.abs(a) // tl.maximum(tl.abs(b), 1)
+    return tl.where(b == 0, 0, tl.where((a < 0) == (b < 0), q, -q))
+
+
+def _imod(a: Any, b: Any) -> Any:
+    return tl.where(b == 0, 0, a - _idiv(a, b) * b)
+
+
+def _shl(a: Any, b: Any) -> Any:
+    fits = (b >= 0) & (b < 63)
+    return tl.where(fits, a << tl.where(fits, b, 0), 0)
+
+
+def _shr(a: Any, b: Any) -> Any:
+    fits = (b >= 0) & (b < 63)
+    return tl.where(fits, a >> tl.where(fits, b, 0), tl.where(a < 0, -1, 0))
+
+
+def _to_int(x: Any) -> Any:
+    """Towards zero; NaN is 0, what does not fit saturates."""
+    v = tl.where(tl.abs(x) < 9.0e18, x, tl.where(x > 0.0, 9.0e18, -9.0e18))
+    return tl.where(x == x, v, 0.0).to(tl.int64)
+
+
+def _to_small_int(x: Any) -> Any:
+    """Towards zero, of what is known to be at least zero and to fit, or NaN, which is 0."""
+    return tl.where(x > 0.0, x, 0.0).to(tl.int32)
+
+
+def _sat_f(x: Any, top: tl.constexpr) -> Any:
+    """A float as an unsigned code: NaN and negatives are 0, what is too large is `top`."""
+    return tl.minimum(tl.where(x > 0.0, x, 0.0), top * 1.0).to(tl.int32)
+
+
+def _sat_f32(x: Any) -> Any:
+    v = tl.where(x > 0.0, x, 0.0)
+    w = tl.where(v < 4294967296.0, v, 4294967296.0).to(tl.int64)
+    return tl.where(w < 4294967295, w, 4294967295)
+
+
+def _sat_i(x: Any, top: tl.constexpr) -> Any:
+    v = tl.where(x > 0, x, 0)
+    return tl.where(v < top, v, top)
+
+
+def _key(x: Any) -> Any:
+    """An int that orders as the floats do."""
+    b = x.to(tl.int32, bitcast=True)
+    return b ^ ((b >> 31) & 0x7FFFFFFF)
+
+
+def _unkey(k: Any) -> Any:
+    return (k ^ ((k >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+def _to_bf16(x: Any) -> Any:
+    """Bits of the nearest bfloat16 (ties to even)."""
+    b = x.to(tl.uint32, bitcast=True)
+    r = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+    quiet = (b >> 16) | 0x40
+    return tl.where((b & 0x7FFFFFFF) > 0x7F800000, quiet, r).to(tl.uint16)
+
+
+def _from_bf16(h: Any) -> Any:
+    return (h.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+def _round_f16(x: Any) -> Any:
+    return x.to(tl.float16).to(tl.float32)
+
+
+def _pack(codes: Any, BITS: tl.constexpr, UNIT: tl.constexpr) -> Any:
+    """Codes of some bits side by side in units of 8 or 32 bits, low bits first."""
+    per: tl.constexpr = UNIT // BITS
+    parts = tl.reshape(codes, [codes.shape[0], codes.shape[1] // per, per])
+    return tl.sum(parts << (tl.arange(0, per) * BITS)[None, None, :], axis=2)
+
+
+def _unpack(units: Any, BITS: tl.constexpr, UNIT: tl.constexpr) -> Any:
+    """The codes of some units."""
+    per: tl.constexpr = UNIT // BITS
+    parts = units.to(tl.int32)[:, :, None] >> (tl.arange(0, per) * BITS)[None, None, :]
+    return tl.reshape(parts & (2**BITS - 1), [units.shape[0], units.shape[1] * per])
+
+
+def _rng(seed: Any, stream: Any, step: Any) -> Any:
+    """What random numbers are made from, in the types that Philox takes."""
+    return (
+        tl.load(seed).to(tl.uint64),
+        tl.load(stream).to(tl.uint32),
+        tl.load(step).to(tl.uint32),
+    )
+
+
+def _words(group: Any, site: tl.constexpr, rng: Any) -> Any:
+    """Philox4x32-10 (Salmon et al., SC'11): four words for each group of four elements."""
+    c0 = group.to(tl.uint32)
+    zero = c0 * 0
+    return tl.philox(rng[0], c0, zero + site, zero + rng[2], zero + rng[1])
+
+
+def _bits32_row(first: Any, COLS: tl.constexpr, site: tl.constexpr, rng: Any) -> Any:
+    """32 random bits for COLS elements from `first`, a multiple of four: one Philox per four."""
+    a, b, c, d = _words((first >> 2) + tl.arange(0, COLS // 4), site, rng)
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [1, COLS])
+
+
+def _bits32_at(i: Any, site: tl.constexpr, rng: Any) -> Any:
+    """The same for single elements."""
+    a, b, c, d = _words(i >> 2, site, rng)
+    lane = i & 3
+    return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+
+
+def _uniform_of(bits: Any) -> Any:
+    """A float in [0, 1) of 24 random bits."""
+    return (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+def _keyed(key: Any) -> Any:
+    """What stands for (seed, stream, step) where a program gives its own key."""
+    zero = tl.full((), 0, tl.uint32)
+    return key.to(tl.uint64), zero, zero
+
+
+def _any(cond: Any) -> Any:
+    return tl.max(cond.to(tl.int32))
+
+
+def _flag(word: Any, bad: Any) -> Any:
+    """Says that some element is bad: without a word between threads, and mostly without a store."""
+    some = tl.max(tl.reshape(bad, [bad.shape[0], bad.shape[1] // 4, 4]), axis=2)
+    tl.store(word + tl.zeros_like(some), tl.zeros_like(some) + 1, mask=some != 0)
+
+
+def _popcount(x: Any) -> Any:
+    """The number of bits that are set."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x + (x >> 8) + (x >> 16) + (x >> 24)) & 0x3F).to(tl.int32)
+
+
+def _sums_before(parts: Any, count: Any) -> Any:
+    """Replaces some counts by the sum of those before each; gives the sum of all."""
+    lanes = tl.arange(0, 1024)
+    total = tl.full((), 0, tl.int64)
+    for at in range(0, count, 1024):
+        live = at + lanes < count
+        part = tl.load(parts + at + lanes, mask=live, other=0)
+        tl.store(parts + at + lanes, total + tl.cumsum(part) - part, mask=live)
+        total += tl.sum(part)
+    return total
+
+
+# Finding the element of a rank, digit by digit of its key: count the digits of all elements that
+# share the digits found so far, then walk through the counts. Four digits of 8 bits: counting is
+# slower the more digits there are to tell apart.
+
+
+def _ordered(x: Any) -> Any:
+    """An unsigned int that orders as the floats do."""
+    b = x.to(tl.uint32, bitcast=True)
+    return b ^ tl.where(b >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
+
+
+def _digit(counts: Any, found: Any, LEVEL: tl.constexpr) -> Any:
+    """The key's digits up to LEVEL, and the rank among those that share them."""
+    prefix, left = tl.load(found + 2 * LEVEL), tl.load(found + 2 * LEVEL + 1)
+    bins = tl.arange(0, 256)
+    here = tl.load(counts + LEVEL * 256 + bins).to(tl.int64)
+    digit = tl.minimum(tl.sum((tl.cumsum(here) <= left).to(tl.int64)), 255)
+    below = tl.sum(tl.where(bins < digit, here, 0))
+    return prefix | (digit << (24 - 8 * LEVEL)), left - below
+
+
+def _select_count(
+    values: Any,
+    length: Any,
+    rank: Any,
+    counts: Any,
+    found: Any,
+    pid: Any,
+    programs: Any,
+    LEVEL: tl.constexpr,
+) -> Any:
+    """Counts the digits of one level."""
+    TILE: tl.constexpr = 2048
+    shift: tl.constexpr = 24 - 8 * LEVEL
+    prefix = tl.full((), 0, tl.int64)
+    left = tl.minimum(tl.maximum(rank, 0), length - 1)
+    if LEVEL > 0:
+        prefix, left = _digit(counts, found, LEVEL - 1)
+    if pid == 0:
+        tl.store(found + 2 * LEVEL, prefix)
+        tl.store(found + 2 * LEVEL + 1, left)
+    total = tl.zeros([256], tl.int32)
+    for start in range(pid * TILE, length, programs * TILE):
+        offs = start + tl.arange(0, TILE)
+        live = offs < length
+        key = _ordered(tl.load(values + offs, mask=live, other=0.0))
+        if LEVEL > 0:
+            live &= (key >> (shift + 8)) == (prefix >> (shift + 8)).to(tl.uint32)
+        total += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=live)
+    bins = tl.arange(0, 256)
+    tl.atomic_add(counts + LEVEL * 256 + bins, total, mask=total > 0, sem="relaxed")
+
+
+def _select_value(counts: Any, found: Any) -> Any:
+    """The element whose digits were found."""
+    key, _ = _digit(counts, found, 3)
+    b = key.to(tl.uint32)
+    b ^= tl.where(b >> 31 != 0, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
+    return b.to(tl.float32, bitcast=True)
+
+
+def _unit_mask(
+    left: Any,
+    per: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    stride: tl.constexpr,
+    MASKED: tl.constexpr,
+    TAIL: tl.constexpr,
+) -> Any:
+    """Which units of packed codes are there; None where all are."""
+    mask = None
+    cols = tl.arange(0, COLS)[None, :]
+    rows = tl.arange(0, ROWS)[:, None]
+    if MASKED:
+        mask = tl.broadcast_to(cols < stride, [ROWS, COLS])
+    if TAIL:
+        there = rows * stride + cols < (left + per - 1) // per
+        if MASKED:
+            mask = mask & there
+        else:
+            mask = there
+    return mask
+
+
+def _spoil(out: Any, length: Any, pid: Any, programs: Any, value: Any) -> Any:
+    """Overwrites all of an array."""
+    for start in range(pid * 4096, length, programs * 4096):
+        offs = start + tl.arange(0, 4096)
+        tl.store(out + offs, tl.zeros([4096], value.dtype) + value, mask=offs < length)
+
+
+def _packed_at(array: Any, i: Any, BITS: tl.constexpr, mask: Any = None) -> Any:
+    """Single codes of a packed array of bytes."""
+    bit = i * BITS
+    byte = tl.load(array.to(tl.pointer_type(tl.uint8)) + (bit >> 3), mask=mask).to(tl.int32)
+    return (byte >> (bit & 7).to(tl.int32)) & (2**BITS - 1)
+
+
+def _scan_sum(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def _scan_max(a: Any, b: Any) -> Any:
+    return tl.where(a > b, a, b)
+
+
+def _scan_min(a: Any, b: Any) -> Any:
+    return tl.where(a < b, a, b)
+
+
+def _same_header(frame: Any, expected: Any) -> Any:
+    """Whether a frame says what it must; flags, step, plan and sender may be any."""
+    word = tl.arange(0, 32)
+    fixed = (word == 0) | (word == 5) | ((word >= 6) & (word <= 9)) | ((word >= 16) & (word < 20))
+    have = tl.load(frame.to(tl.pointer_type(tl.int32)) + word, mask=fixed, other=0)
+    want = tl.load(expected.to(tl.pointer_type(tl.int32)) + word, mask=fixed, other=0)
+    same = tl.min((have == want).to(tl.int32))
+    version = tl.load(frame.to(tl.pointer_type(tl.uint16)) + 2)
+    return same & (version == tl.load(expected.to(tl.pointer_type(tl.uint16)) + 2)).to(tl.int32)
+
+
+def _write_header(frame: Any, template: Any, num_words: Any, step: Any) -> Any:
+    """A frame's header and table, the flags cleared."""
+    for at in range(0, num_words, 1024):
+        word = at + tl.arange(0, 1024)
+        there = word < num_words
+        text = tl.load(template.to(tl.pointer_type(tl.int32)) + word, mask=there)
+        text = tl.where(word == 2, step.to(tl.int32), text)
+        tl.store(frame.to(tl.pointer_type(tl.int32)) + word, text, mask=there)
+
+
+def _clear_gap(body: Any, start: Any, end: Any) -> Any:
+    """Zeroes the bytes between two sections, fewer than 16."""
+    at = start + tl.arange(0, 16)
+    tl.store(body + at, tl.zeros([16], tl.uint8), mask=at < end)

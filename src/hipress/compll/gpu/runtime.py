@@ -1,0 +1,184 @@
+"""Starts the kernels of a generated GPU module.
+
+What depends on the number of elements (a row of numbers, the programs of each launch, scratch
+memory) is made once and kept, so that a step only launches: nothing is copied to the device and
+nothing waits for it, and a CUDA graph can capture the whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+MAX_KEPT = 4096
+"""Sets of sizes that are kept for each kernel; the oldest goes first."""
+
+
+_DTYPES = {"f32": torch.float32, "i64": torch.int64, "u8": torch.uint8, "u16": torch.int16}
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One gradient of a launch."""
+
+    numel: int
+    params: tuple[float, ...]
+    place: int
+    """Where its body starts in the frame."""
+    at: int = 0
+    """Where it starts in the flat buffer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """What a kernel needs to know about some gradients, on their device."""
+
+    ints: torch.Tensor
+    floats: torch.Tensor
+    tables: tuple[torch.Tensor, ...]
+    """For each launch, the gradient and the tile of each program (not for a single gradient)."""
+    grids: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+    """The ints again, for what the host does."""
+    used: int
+    zeroed: int
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, one program after the other."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+class Kernels:
+    """One kernel of a module (`encode`, `decode` or `decode_add`) with the sizes it has met."""
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        if interpreted():
+            _mend_interpreter()
+        self.name = name
+        self.refusals: tuple[str, ...] = getattr(module, f"{name}_refusals")
+        self._sizes_of = getattr(module, f"{name}_sizes")
+        self._launches = getattr(module, f"{name}_launches")
+        self._kept: OrderedDict[Any, Sizes] = OrderedDict()
+
+    def sizes(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
+        """What the kernels need to know about some gradients; made once."""
+        key = (device, tuple(gradients))
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = self._make(gradients, device)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def _make(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
+        header_words = 16 + 4 * len(gradients)
+        used, zeroed = 0, 0
+        rows, floats, grids = [], [], []
+        for g in gradients:
+            ints, reals, used, zeroed, grid = self._sizes_of(
+                g.numel, g.params, g.place, g.at, header_words, used, zeroed
+            )
+            rows.append(tuple(int(v) for v in ints))
+            floats.append(reals)
+            grids.append(tuple(int(v) for v in grid))
+        tables = []
+        if len(gradients) > 1:
+            for launch in zip(*grids, strict=True):
+                pairs = [
+                    np.stack([np.full(count, g, np.int32), np.arange(count, dtype=np.int32)], 1)
+                    for g, count in enumerate(launch)
+                ]
+                table = torch.from_numpy(np.concatenate(pairs).reshape(-1))
+                tables.append(table.to(device))
+        return Sizes(
+            ints=torch.tensor(rows, dtype=torch.int64).to(device),
+            floats=torch.tensor(floats, dtype=torch.float32).to(device),
+            tables=tuple(tables),
+            grids=tuple(sum(launch) for launch in zip(*grids, strict=True)),
+            rows=tuple(rows),
+            used=used,
+            zeroed=zeroed,
+        )
+
+    def __call__(
+        self,
+        sizes: Sizes,
+        header: torch.Tensor,
+        frame: torch.Tensor,
+        memory: Sequence[torch.Tensor],
+        rng: Sequence[torch.Tensor],
+        rho: torch.Tensor,
+        error: torch.Tensor,
+    ) -> None:
+        """Launches the kernels.
+
+        Args:
+            sizes: From `sizes`.
+            header: The frame's header and table: written by encode, expected by decode.
+            frame: All of the frame.
+            memory: The gradient (or output) and the states, flat.
+            rng: seed, stream and step; any tensor where no random number is drawn.
+            rho: The factor on the residual.
+            error: The word that is set where a frame is damaged.
+        """
+        device = frame.device
+        work = torch.empty(max(sizes.used, 16), dtype=torch.uint8, device=device)
+        zeroed = torch.zeros(max(sizes.zeroed, 16), dtype=torch.uint8, device=device)
+        bulk = len(sizes.rows) > 1
+        args = (sizes.ints, sizes.floats, zeroed, work, error, header, frame, *memory, rho, *rng)
+        with _quiet(), _on(device):
+            for k, (kernel, warps) in enumerate(self._launches):
+                if warps == 0:
+                    _sort(kernel, sizes, work)
+                elif sizes.grids[k]:
+                    table = sizes.tables[k] if bulk else sizes.ints
+                    kernel[(sizes.grids[k],)](
+                        *args, table, BULK=bulk, num_warps=warps, enable_fp_fusion=False
+                    )
+
+
+def _sort(places: tuple[Any, ...], sizes: Sizes, work: torch.Tensor) -> None:
+    """Sorts a piece of scratch memory for each gradient, by keys that lie in another if given."""
+    for row in sizes.rows:
+        length = row[places[0]]
+        views = [
+            work[row[at] : row[at] + length * _DTYPES[storage].itemsize].view(_DTYPES[storage])
+            for at, storage in zip(places[1::2], places[2::2], strict=True)
+        ]
+        order = torch.argsort(views[-1], stable=True)
+        for view in views:
+            view.copy_(view[order])
+
+
+def _quiet() -> AbstractContextManager[Any]:
+    """Where kernels are interpreted, NumPy says nothing about NaN and infinities."""
+    return np.errstate(all="ignore") if interpreted() else nullcontext()
+
+
+def _mend_interpreter() -> None:
+    """Lets Triton 3.6 interpret loops under NumPy 2.4: an array of one is no longer an int."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+    if getattr(patch, "mended", False):
+        return
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    mended.mended = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = mended
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
