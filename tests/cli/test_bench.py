@@ -67,6 +67,25 @@ def test_eager_form_exists_for_the_fixed_line_up(tmp_path: Path) -> None:
     assert all(row["encode_x_eager"] > 0 and row["decode_add_x_eager"] > 0 for row in rows)
 
 
+def test_several_numbers_of_threads_stand_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(tmp_path / "f.json", "--codecs", "none,ef(onebit)", "--threads", "1, 2,1")
+    asked = [(row["codec"], row["threads"]) for row in rows]
+    assert asked == [(name, count) for name in ("none", "ef(onebit)") for count in (1, 2)]
+    out = capsys.readouterr().out
+    assert "1 and 2 thread(s)" in out and "threads" in out
+
+
+@pytest.mark.parametrize("text", ["0", "", "two", "1,", "-1", "1.5", "10000"])
+def test_threads_that_are_no_number(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--threads", text) == 2
+    assert capsys.readouterr().err == (
+        f"hipress: threads {text!r} is no number of threads from 1 to 9999; write e.g. 2, or 1,2 "
+        "to time each codec with both.\n"
+    )
+
+
 def test_table_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--codecs", "none,ef(onebit)") == 0
     out = capsys.readouterr().out

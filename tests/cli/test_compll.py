@@ -136,7 +136,7 @@ def test_show(run, lone, stage, expected, alone):
 def test_show_takes_wrappers_parameters_and_dtypes(run):
     code, out, err = run("show", "onebit", "--ef", "--momentum", "0.9", "--dtype", "bf16")
     assert (code, err) == (0, "")
-    assert out.startswith("OneBit(block=4096, means=1), bf16, feedback, momentum, nesterov\n")
+    assert out.startswith("OneBit(block=1024, means=1), bf16, feedback, momentum, nesterov\n")
     assert "\n\nencode: 1 pass" in out
     assert "x         bfloat16[n]" in out and "@mu * momentum[i]" in out
     code, out, _ = run("show", "onebit", "--param", "block=64")

@@ -92,18 +92,20 @@ class Case:
 
     @property
     def block(self) -> int:
-        return int(self.options.get("block", 256 if self.name == "int8" else 4096))
+        return int(self.options.get("block", 256 if self.name == "int8" else 1024))
 
     @property
     def bits(self) -> int:
-        """Of a code: an option of `minmax`, given by the levels of `dithering`."""
-        if self.name == "dithering":
+        """Of a code: an option of `minmax`, given by the levels of `dithering` and `tbq`."""
+        if self.name == "tbq" and self.levels == 1:
+            return 2
+        if self.name in ("dithering", "tbq"):
             return 4 if self.levels <= 7 else 8
         return int(self.options.get("bits", 2))
 
     @property
     def levels(self) -> int:
-        return int(self.options.get("levels", 2))
+        return int(self.options.get("levels", 1 if self.name == "tbq" else 2))
 
     @property
     def natural(self) -> bool:
@@ -132,7 +134,8 @@ class Case:
 
     def room(self, n: int) -> int:
         """The most elements that a sparse codec sends of n: k."""
-        return min(n, max(1, math.floor(self.ratio * n)))
+        workers = int(self.options.get("workers", 1))
+        return min(n, workers * max(1, math.floor(self.ratio * n)))
 
     def fields(self, n: int) -> list[Field]:
         """The sections of the body of n elements, in order."""
@@ -146,7 +149,7 @@ class Case:
             names = ("low", "high") if self.options.get("means") == "2" else ("scale",)
             return [*((s, 32, -(-n // self.block)) for s in names), ("negative", 1, n)]
         if self.name == "tbq":
-            return [("code", 2, n)]
+            return [("code", self.bits, n)]
         if self.name == "dithering":
             return [("norm", 32, None), ("code", self.bits, n)]
         if self.name == "minmax":
@@ -220,7 +223,8 @@ class Case:
             low, high = (np.repeat(value, self.block)[:n] for value in (low, high))
             return torch.from_numpy(np.where(parts["negative"] == 1, low, high))
         if self.name == "tbq":
-            return torch.from_numpy((parts["code"] - 1).astype(np.float32) * np.float32(self.tau))
+            multiple = parts["code"].astype(np.float32) - self.levels
+            return torch.from_numpy(multiple * np.float32(self.tau / self.levels))
         if self.name == "dithering":
             level = np.minimum(parts["code"] >> 1, self.levels).astype(np.float32)
             if self.natural:
@@ -294,6 +298,7 @@ PLAIN = tuple(
         "onebit(block=64, ef=false)",
         "onebit(block=64, means=2, ef=false)",
         "tbq(ef=false)",
+        "tbq(levels=4, ef=false)",
         *(f"minmax(bits={b})" for b in (1, 2, 4, 8)),
         "terngrad",
         "terngrad(clip=0)",

@@ -38,10 +38,12 @@ def back(case: Case, num_workers: int) -> Case:
         plain, feedback = f"dithering(levels={min(127, num_workers)})", case.feedback
     elif case.name == "randomk":  # the mean lies on the same places: nothing is left to feed back
         plain, feedback = case.plain, False
+    elif case.name == "tbq":  # a mean of N multiples of tau / levels is one of tau / (N levels)
+        levels = min(127, num_workers * case.levels)
+        plain, feedback = f"tbq(levels={levels}, ef=false)", case.feedback
     elif case.sparse:  # room for what all picked; dgc has applied its momentum already
-        ratio = min(1.0, case.ratio * num_workers)
         exact = "true" if case.exact else "false"
-        plain = f"topk(ratio={ratio!r}, exact={exact}, ef=false)"
+        plain = f"topk(ratio={case.ratio!r}, exact={exact}, workers={num_workers}, ef=false)"
         feedback = case.feedback or case.own_memory
     else:
         plain, feedback = case.plain, case.feedback
@@ -69,7 +71,7 @@ def test_what_the_phases_of_dgc_become(num_workers: int) -> None:
     ratios = [0.25, 0.25, 0.0625, 0.0625, 0.05, 0.05]
     for step, ratio in enumerate(ratios):
         a = warm.phase(step).aggregator(num_workers)
-        expected = hipress.codec(f"topk(ratio={ratio * num_workers!r})")
+        expected = hipress.codec(f"topk(ratio={ratio!r}, workers={num_workers})")
         assert a.codec_hash == expected.codec_hash
         assert set(a.init(torch.empty(3))) == {"residual", "seed", "stream", "step"}
     assert warm.aggregator(num_workers).codec_hash == expected.codec_hash
@@ -143,9 +145,14 @@ def test_a_run_can_be_repeated(case: Case, backend: str) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.sparse], ids=ids)
-@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("num_workers", [2, 4, 29])
 def test_there_is_room_for_the_union(case: Case, num_workers: int, backend: str) -> None:
-    n = 4000  # up to 4096 nothing is left to chance, and the ratio of dgc is more than one element
+    # Up to 4096 nothing is left to chance. N ratio n is a whole number or not, and less than N.
+    for n in (4000, 4095, 50, 7):
+        _all_arrive(case, num_workers, n)
+
+
+def _all_arrive(case: Case, num_workers: int, n: int) -> None:
     play = Exchange(case, n, num_workers)
     for step in range(3):
         given = gradients(n, step, num_workers)
@@ -153,10 +160,21 @@ def test_there_is_room_for_the_union(case: Case, num_workers: int, backend: str)
             x[rank::num_workers] *= 100
         arrived = play.step(given)
         picked = int(play.mean.count_nonzero())
-        assert picked > case.room(n)
+        assert picked > case.room(n) or picked == n
         assert picked <= back(case, num_workers).room(n)
         # All of them fit, so all of them travel and none has to wait.
         assert torch.equal(arrived, play.mean)
+
+
+@pytest.mark.parametrize("expr", ["tbq", "tbq(ef=false)", "tbq(levels=4)"])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 31])
+def test_the_mean_of_tbq_comes_back_whole(expr: str, num_workers: int, backend: str) -> None:
+    play = Exchange(next(c for c in CASES if c.expr == expr), 1000, num_workers)
+    for step in range(3):
+        arrived = play.step(gradients(1000, step, num_workers))
+        # The mean is a sum of N shares in float32, each rounded once.
+        assert torch.allclose(arrived, play.mean, rtol=0, atol=num_workers * 2.0**-24)
+        assert (play.mean != 0).any()
 
 
 def test_terngrad_of_one_scale_comes_back_whole(backend: str) -> None:

@@ -173,16 +173,35 @@ def test_tbq_is_a_threshold(tau: float, n: int) -> None:
     assert ((decoded - x).abs() <= bound).all()
 
 
-def test_tbq_stays_less_than_tau_behind() -> None:
-    c, tau, n = hipress.codec("tbq"), 0.5, 1000
+@pytest.mark.parametrize("tau", [0.5, 0.3, 1e-30, 1e30])
+@pytest.mark.parametrize("levels", [2, 4, 7, 8, 100, 127])
+def test_tbq_with_levels_is_the_nearest_multiple(levels: int, tau: float) -> None:
+    expr = f"tbq(tau={tau}, levels={levels}, ef=false)"
+    case, step = Case(expr=expr, plain=expr), np.float32(tau / levels)
+    multiples = torch.arange(-levels - 2, levels + 3)
+    payload, decoded = sent(expr, multiples * step.item())
+    assert torch.equal(decoded, multiples.clamp(-levels, levels) * step.item())
+    x = torch.cat([gaussian(10007) * tau, torch.tensor([3e38, -3e38, tau, -tau, 0.0, -0.0])])
+    payload, decoded = sent(expr, x)
+    assert case.parts(payload, len(x))["code"].max() == 2 * levels
+    # A code is rounded at up to 2 levels + 0.5 <= 254.5, where float32 has steps of 2**-16.
+    bound = torch.maximum(torch.tensor(step.item() * (0.5 + 2.0**-14)), x.abs() - tau * (1 - 1e-6))
+    assert ((decoded - x).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("levels", [1, 4])
+def test_tbq_stays_less_than_a_step_behind(levels: int) -> None:
+    c, tau, n = hipress.codec(f"tbq(levels={levels})"), 0.5, 1000
     state = c.init(torch.empty(n))
     total, arrived = (torch.zeros(n, dtype=torch.float64) for _ in range(2))
     for step in range(50):
         x = gaussian(n, seed=step).clamp(-tau, tau)
         total += x
         arrived += c.decode(c.encode(x, state))
-        assert state["residual"].abs().max() < tau
-        assert (arrived - total).abs().max() < tau * (1 + 1e-5)
+        # The nearest multiple is half a step away at most, the threshold a whole one.
+        bound = tau if levels == 1 else tau / levels / 2 * (1 + 1e-5)
+        assert state["residual"].abs().max() <= bound
+        assert (arrived - total).abs().max() <= bound * (1 + 1e-5)
 
 
 # --- minmax --------------------------------------------------------------------------------------

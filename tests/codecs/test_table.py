@@ -70,20 +70,20 @@ def test_describe(name: str) -> None:
 
 def test_describe_lists_options_with_their_defaults() -> None:
     assert describe("onebit").options["block"] == (
-        "4096: elements that share a scale (a multiple of 8 from 64 to 65536)"
+        "1024: elements that share a scale (a multiple of 8 from 64 to 65536)"
     )
     assert dict(describe("minmax").options) == {"bits": "2: bits of an element (1, 2, 4 or 8)"}
-    assert set(describe("topk").options) == {"ratio", "exact", "sample"}
+    assert set(describe("topk").options) == {"ratio", "exact", "sample", "workers"}
     assert not describe("none").options
 
 
 @pytest.mark.parametrize(
     "name, same",
     [
-        ("onebit", "onebit(block=4096)"),
+        ("onebit", "onebit(block=1024)"),
         ("minmax", "minmax(bits=2)"),
         ("terngrad", "terngrad(clip=2.5)"),
-        ("topk", "topk(ratio=0.01, exact=false, sample=0.01)"),
+        ("topk", "topk(ratio=0.01, exact=false, sample=0.01, workers=1)"),
     ],
 )
 def test_defaults(name: str, same: str) -> None:

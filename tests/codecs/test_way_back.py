@@ -38,16 +38,34 @@ def test_tbq_keeps_up_with_workers_that_agree(share_of_tau: float, num_workers: 
             c.decode(c.encode(g, state), out=mean, add=True, alpha=1 / num_workers)
             assert state["residual"].abs().max() < tau * 1.0001
         arrived += a.decode(a.encode(mean, back))
-        assert back["residual"].abs().max() < tau * 1.0001
-    # Less than tau waits at the workers, and less than tau at the aggregator.
-    assert (arrived - steps * g).abs().max() < 2.001 * tau
+        assert back["residual"].abs().max() < 1e-6  # a mean of N messages comes back whole
+    # Less than tau waits at the workers, and nothing at the aggregator.
+    assert (arrived - steps * g).abs().max() < 1.001 * tau
+
+
+@pytest.mark.parametrize("num_workers", [130, 500])
+def test_tbq_of_many_workers_waits_for_less_than_a_level(num_workers: int) -> None:
+    tau, n = 0.5, 200
+    c = codec(f"tbq(tau={tau})")
+    a = c.aggregator(num_workers)
+    assert a.codec_hash == codec(f"tbq(tau={tau}, levels=127)").codec_hash
+    states, back = [c.init(torch.empty(n)) for _ in range(num_workers)], a.init(torch.empty(n))
+    sent, arrived = torch.zeros(n), torch.zeros(n)
+    for step in range(5):
+        mean = torch.zeros(n)
+        for rank, state in enumerate(states):
+            g = gaussian(n, seed=1000 * step + rank)
+            c.decode(c.encode(g, state), out=mean, add=True, alpha=1 / num_workers)
+        sent += mean
+        arrived += a.decode(a.encode(mean, back))
+        assert (arrived - sent).abs().max() <= tau / 127 / 2 * 1.001
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_codec_without_feedback_has_none_on_the_way_back(name: str) -> None:
     plain = codec(f"{name}(ef=false)")
     if name == "dgc":  # its residual is its own
-        assert plain.aggregator(4).name == "topk(ratio=0.004)"
+        assert plain.aggregator(4).name == "topk(ratio=0.001, workers=4)"
         return
     for c in (plain, codec(f"momentum({name}(ef=false))")):
         assert "residual" not in c.aggregator(4).init(torch.empty(8))
@@ -134,8 +152,8 @@ def test_wrappers_hand_on_phases(wrap: str, later: Codec) -> None:
 # --- sums that overflow --------------------------------------------------------------------------
 
 OVERFLOW = {
-    "onebit": 1e36,
-    "onebit(means=2)": 1e36,
+    "onebit": 3e36,
+    "onebit(means=2)": 3e36,
     "minmax": 3e38,
     "ef(minmax)": 3e38,
     "dithering(norm=l2)": 1e18,

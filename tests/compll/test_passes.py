@@ -164,7 +164,7 @@ def test_a_block_scoped_quantiser_reads_the_gradient_once(variant, reads) -> Non
     encode, decode, add = kernels("onebit", variant)
     assert kinds(encode) == ["Loop"]
     (loop,) = encode.passes
-    assert isinstance(loop, Loop) and loop.block == 4096 and len(loop.phases) == 2
+    assert isinstance(loop, Loop) and loop.block == 1024 and len(loop.phases) == 2
     assert read(loop) == reads
     assert stored(loop) == {"section0", "section1", *(reads - {"x"})}
     assert encode.temps == ()

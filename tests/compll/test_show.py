@@ -94,13 +94,13 @@ def test_onebit_with_feedback_reads_as_it_runs():
     shown = show_passes(kernels("onebit", FEEDBACK)[:1])
     assert shown == (
         "encode: 1 pass over the gradient; reads 8, writes 4.125 bytes/element\n"
-        "    s0 = (n + 4095) / 4096\n"
+        "    s0 = (n + 1023) / 1024\n"
         "    x         float[n]   the gradient, read (gradient)\n"
         "    residual  float[n]   state\n"
         "    section0  float[s0]  payload\n"
         "    section1  uint1[n]   payload\n"
         "    parameters: @rho\n"
-        "    pass 1: loop over n, in blocks of 4096\n"
+        "    pass 1: loop over n, in blocks of 1024\n"
         "        phase 1\n"
         "            v1 = x[i] + @rho * residual[i]\n"
         "            f0 = sum over the block of abs(v1), from 0.0\n"

@@ -47,10 +47,10 @@ def test_onebit_is_sign_times_block_mean(n: int) -> None:
     codec = form("onebit(ef=false)", n)
     parts = codec.encode(x)
     expected = torch.cat(
-        [block.abs().mean() * torch.where(block >= 0, 1.0, -1.0) for block in x.split(4096)]
+        [block.abs().mean() * torch.where(block >= 0, 1.0, -1.0) for block in x.split(1024)]
     )
     torch.testing.assert_close(decoded(codec, parts), expected, rtol=1e-5, atol=0)
-    assert eager.wire_bytes(parts) == math.ceil(n / 8) + 4 * math.ceil(n / 4096)
+    assert eager.wire_bytes(parts) == math.ceil(n / 8) + 4 * math.ceil(n / 1024)
 
 
 def test_signs_are_packed_low_bit_first() -> None:

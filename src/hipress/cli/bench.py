@@ -39,7 +39,10 @@ app.command(epilog=bench_convergence.EXAMPLE)(bench_convergence.convergence)
 )
 def codecs(
     size: Annotated[str, typer.Option(help="Gradient size: 100MB, 4MiB, 25e6 (bytes).")] = "100MB",
-    threads: Annotated[int, typer.Option(min=1, help="Threads for codecs and torch alike.")] = 1,
+    threads: Annotated[
+        str,
+        typer.Option(help="Threads for codecs and torch alike; 1,2 times each codec with both."),
+    ] = "1",
     codecs: Annotated[
         str | None, typer.Option(help="Codec expressions, with commas between; all if not given.")
     ] = None,
@@ -61,7 +64,7 @@ def codecs(
 
     size_bytes = parse_size(size)
     expressions = line_up() if codecs is None else split_expressions(codecs)
-    rows = _codec_rows(expressions, size_bytes, threads, repeats, eager)
+    rows = _codec_rows(expressions, size_bytes, parse_threads(threads), repeats, eager)
     _print_codec_rows(rows, to_stderr=is_stdout(json))
     if json is not None:
         write_json(json, "bench codecs", rows)
@@ -85,10 +88,25 @@ def parse_size(text: str) -> int:
     return num_bytes
 
 
+def parse_threads(text: str) -> list[int]:
+    """The numbers of threads that a text such as 1 or 1,2 means.
+
+    >>> parse_threads("1,2")
+    [1, 2]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9][0-9]{0,3}", part) for part in parts):
+        raise UsageError(
+            f"threads {text!r} is no number of threads from 1 to 9999; write e.g. 2, or 1,2 to "
+            "time each codec with both."
+        )
+    return [int(part) for part in dict.fromkeys(parts)]
+
+
 def _codec_rows(
-    expressions: list[str], size_bytes: int, threads: int, repeats: int, with_eager: bool
+    expressions: list[str], size_bytes: int, threads: list[int], repeats: int, with_eager: bool
 ) -> list[dict[str, Any]]:
-    """One row per codec, with a progress bar on stderr."""
+    """One row per codec and number of threads, with a progress bar on stderr."""
     import hipress
     from hipress.report.codec_rows import gaussian, speed_row
     from hipress.report.table import progress_bar
@@ -97,18 +115,19 @@ def _codec_rows(
         hipress.codec(expression)  # a misspelt last one must not cost a minute
     x = gaussian(size_bytes)
     rows = []
-    with progress_bar(len(expressions)) as begin:
+    with progress_bar(len(expressions) * len(threads)) as begin:
         for expression in expressions:
-            rows.append(
-                speed_row(
-                    expression,
-                    x,
-                    threads=threads,
-                    repeats=repeats,
-                    with_eager=with_eager,
-                    on_round=begin(expression),
+            for count in threads:  # side by side, so that a slow minute of the machine hits all
+                rows.append(
+                    speed_row(
+                        expression,
+                        x,
+                        threads=count,
+                        repeats=repeats,
+                        with_eager=with_eager,
+                        on_round=begin(expression),
+                    )
                 )
-            )
     return rows
 
 
@@ -119,6 +138,9 @@ def _print_codec_rows(rows: list[dict[str, Any]], to_stderr: bool) -> None:
         Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),
         Column(header="ratio", show=fixed("ratio", 1)),
     ]
+    counts = list(dict.fromkeys(str(row["threads"]) for row in rows))
+    if len(counts) > 1:
+        columns.insert(1, Column(header="threads", show=lambda row: str(row["threads"])))
     for verb, header in (("encode", "encode"), ("decode", "decode"), ("decode_add", "dec-add")):
         columns += [
             Column(header=f"{header}\nms", show=fixed(f"{verb}_seconds_median", 2, scale=1e3)),
@@ -127,6 +149,6 @@ def _print_codec_rows(rows: list[dict[str, Any]], to_stderr: bool) -> None:
         if verb == "encode":
             columns.append(Column(header="x\neager", show=fixed("encode_x_eager", 1)))
             columns.append(Column(header="x\ntuned", show=fixed("encode_x_tuned", 1)))
-    size, threads = rows[0]["size_bytes"], rows[0]["threads"]
-    title = f"{size / 1e6:g} MB of float32, {threads} thread(s), medians"
+    size = rows[0]["size_bytes"]
+    title = f"{size / 1e6:g} MB of float32, {' and '.join(counts)} thread(s), medians"
     print_table(title, columns, rows, to_stderr=to_stderr)

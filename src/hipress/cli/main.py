@@ -48,7 +48,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "demo": Command("hipress.cli.demo", "Show the codecs at work on a real gradient."),
-    "bench": Command("hipress.cli.bench", "Measure speed, with the baseline in the same run."),
+    "bench": Command("hipress.cli.bench", "Measure speed and accuracy, beside a baseline."),
     "compll": Command("hipress.cli.compll", "Compile, show and check a compression program."),
     "doctor": Command("hipress.cli.doctor", "Say what this machine has and what will be used."),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from numbers import Integral
 
 import torch
@@ -125,8 +126,49 @@ class Codec(ABC):
         Example:
             >>> import hipress
             >>> hipress.codec("dgc(ratio=0.001)").aggregator(4).name
-            'topk(ratio=0.004)'
+            'topk(ratio=0.001, workers=4)'
         """
+
+    def merge(
+        self,
+        payloads: Sequence[torch.Tensor],
+        worker: Codec,
+        numel: int,
+        state: State | None = None,
+        *,
+        alpha: float | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The frame of the workers' mean: what an aggregator sends back.
+
+        Decodes `payloads` in the order they are given, which is that of the ranks, and encodes
+        the sum times `alpha`. On a GPU this is one kernel where both codecs go element by
+        element.
+
+        Args:
+            payloads: Frames of `worker`.
+            worker: The codec that made them.
+            numel: Elements of each.
+            state: Of this codec, from `init`.
+            alpha: A factor; one over the number of frames if None.
+            out: Where to write, as in `encode`.
+
+        Example:
+            >>> import torch, hipress
+            >>> c = hipress.codec("onebit")
+            >>> a = c.aggregator(2)
+            >>> x = torch.randn(100)
+            >>> frames = [c.encode(x, c.init(x)) for _ in range(2)]
+            >>> a.merge(frames, c, 100, a.init(x)).numel() == a.wire_bytes(100)
+            True
+        """
+        if not payloads:
+            raise UsageError("merge needs at least one frame.")
+        alpha = 1 / len(payloads) if alpha is None else alpha
+        mean = torch.zeros(numel, dtype=torch.float32, device=payloads[0].device)
+        for payload in payloads:
+            worker.decode(payload, out=mean, add=True, alpha=alpha)
+        return self.encode(mean, state, out=out)
 
     @property
     def shares_stream(self) -> bool:

@@ -15,6 +15,7 @@ from hipress.codecs.spec import (
     share,
     truth,
 )
+from hipress.codecs.topk import MAX_WORKERS
 
 WARMUP_RATIOS = (0.25, 0.0625, 0.015625, 0.004)
 """The paper's sparsities of 75, 93.75, 98.44 and 99.6 % before the final one."""
@@ -106,5 +107,5 @@ SPEC = Spec(
     phases=_phases,
     own_memory=True,
     # Momentum has been applied already; what the union of the workers sent does not lose its rest.
-    back=lambda o, workers: f"topk(ratio={min(1.0, o['ratio'] * workers)!r})",
+    back=lambda o, workers: f"topk(ratio={o['ratio']!r}, workers={min(workers, MAX_WORKERS)})",
 )

@@ -7,19 +7,23 @@ on that device finds it and says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from hipress.codecs import frame
-from hipress.compll.derive import ALPHA, MU
-from hipress.compll.gpu.runtime import Gradient, Kernels
+from hipress.compll.derive import ALPHA, MU, RHO
+from hipress.compll.gpu.runtime import Gradient, Kernels, Sizes
 from hipress.errors import FrameError
 
 if TYPE_CHECKING:
     from hipress.codecs.base import State
+    from hipress.codecs.bulk import Bulk
     from hipress.codecs.program import ProgramCodec
+    from hipress.compll.build import Merge
+    from hipress.compll.ir import Kernel
 
 
 class GpuKernels:
@@ -27,6 +31,7 @@ class GpuKernels:
 
     def __init__(self, codec: ProgramCodec, dtype: str) -> None:
         self._codec = codec
+        self._dtype = dtype
         loaded = codec.bound.load("gpu", dtype=dtype, variant=codec.variant)
         self._loaded = loaded
         self._encode = Kernels(loaded.module, "encode")
@@ -42,17 +47,14 @@ class GpuKernels:
         raise_pending(device)
         if x.numel() == 0:
             out.zero_()
-            out[: frame.frame_bytes([0])] = self._header(0, device)
+            out[: frame.frame_bytes([0])] = self.header(0, device)
             return
         params = codec.bound.floats(self._loaded.encode, {MU: codec.mu})
         sizes = self._encode.sizes([Gradient(x.numel(), params, frame.frame_bytes([0]))], device)
-        rng = [_zero(device)] * 3
-        if self._loaded.encode.random:
-            assert state is not None
-            rng = [state[key] for key in ("seed", "stream", "step")]
+        rng = _rng(self._loaded.encode, state, device)
         self._encode(
             sizes,
-            self._header(x.numel(), device),
+            self.header(x.numel(), device),
             out,
             [_flat(x.contiguous()), *states],
             rng,
@@ -70,8 +72,8 @@ class GpuKernels:
         params = self._codec.bound.floats(self._loaded.decode, {ALPHA: alpha})
         sizes = kernels.sizes([Gradient(out.numel(), params, frame.frame_bytes([0]))], device)
         word = error_word(device)
-        header = self._header(out.numel(), device)
-        zero = _zero(device)
+        header = self.header(out.numel(), device)
+        zero = _zeros(device)
         _refusals[device] = kernels.refusals
         kernels(sizes, header, payload, [_flat(out)], [zero] * 3, _one(device), word)
         if waits:
@@ -79,7 +81,63 @@ class GpuKernels:
                 torch.cuda.synchronize(device)
             raise_pending(device)
 
-    def _header(self, numel: int, device: torch.device) -> torch.Tensor:
+    def encode_bulk(
+        self,
+        bulk: Bulk,
+        flat: torch.Tensor,
+        states: list[torch.Tensor],
+        state: State | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Writes the frame of many gradients in the launches of one."""
+        device = flat.device
+        raise_pending(device)
+        params = self._codec.bound.floats(self._loaded.encode, {MU: self._codec.mu})
+        sizes = self._bulk_sizes(bulk, self._encode, params, device)
+        self._encode(
+            sizes,
+            self._bulk_header(bulk, device),
+            out,
+            [_flat(flat), *states],
+            _rng(self._loaded.encode, state, device, len(bulk.numels)),
+            _ratio(state, device),
+            error_word(device),
+        )
+
+    def decode_bulk(
+        self, bulk: Bulk, payload: torch.Tensor, out: torch.Tensor, *, add: bool, alpha: float
+    ) -> None:
+        """Reads a frame of many gradients in the launches of one."""
+        device = out.device
+        raise_pending(device)
+        kernels = self._decode_add if add else self._decode
+        params = self._codec.bound.floats(self._loaded.decode, {ALPHA: alpha})
+        sizes = self._bulk_sizes(bulk, kernels, params, device)
+        _refusals[device] = kernels.refusals
+        rng = [_zeros(device, len(bulk.numels))] * 3
+        header = self._bulk_header(bulk, device)
+        kernels(sizes, header, payload, [_flat(out)], rng, _one(device), error_word(device))
+
+    def _bulk_sizes(
+        self, bulk: Bulk, kernels: Kernels, params: tuple[float, ...], device: torch.device
+    ) -> Sizes:
+        key = (kernels.name, self._dtype, params, device)
+        if key not in bulk.kept:
+            rows = zip(bulk.numels, bulk.places, bulk.offsets, strict=True)
+            gradients = [Gradient(n, params, place, at) for n, place, at in rows]
+            bulk.kept[key] = kernels.make(gradients, device)
+        sizes: Sizes = bulk.kept[key]
+        return sizes
+
+    @staticmethod
+    def _bulk_header(bulk: Bulk, device: torch.device) -> torch.Tensor:
+        key = ("header", device)
+        if key not in bulk.kept:
+            bulk.kept[key] = bulk.header.to(device)
+        header: torch.Tensor = bulk.kept[key]
+        return header
+
+    def header(self, numel: int, device: torch.device) -> torch.Tensor:
         """Header and table of the frame of some elements, on the device."""
         key = (numel, device)
         if key not in self._headers:
@@ -91,6 +149,38 @@ class GpuKernels:
             )
             self._headers[key] = head[: frame.frame_bytes([0])].clone().to(device)
         return self._headers[key]
+
+
+class GpuMerge:
+    """One kernel that decodes the frames of some workers, averages them and encodes the mean."""
+
+    def __init__(self, worker: ProgramCodec, back: ProgramCodec, merge: Merge) -> None:
+        self._worker, self._back = worker, back
+        self._kernel = merge.kernel
+        self._merge = Kernels(merge.module, "merge")
+
+    def __call__(
+        self,
+        payloads: Sequence[torch.Tensor],
+        numel: int,
+        states: list[torch.Tensor],
+        state: State | None,
+        out: torch.Tensor,
+        alpha: float,
+    ) -> None:
+        """Writes the frame of the mean to `out`."""
+        device = out.device
+        raise_pending(device)
+        values = dict(self._worker.bound.values) | dict(self._back.bound.values)
+        values |= {ALPHA: alpha, MU: self._back.mu, RHO: 1.0}
+        params = tuple(float(values[name]) for name in self._kernel.params)
+        sizes = self._merge.sizes([Gradient(numel, params, frame.frame_bytes([0]))], device)
+        expected = self._worker.gpu("f32").header(numel, device)
+        header = self._back.gpu("f32").header(numel, device)
+        _refusals[device] = self._merge.refusals
+        memory = [expected, *payloads, *states]
+        rng = _rng(self._kernel, state, device)
+        self._merge(sizes, header, out, memory, rng, _ratio(state, device), error_word(device))
 
 
 @cache
@@ -122,13 +212,23 @@ def raise_pending(device: torch.device) -> None:
 
 
 @cache
-def _zero(device: torch.device) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int64, device=device)
+def _zeros(device: torch.device, count: int = 1) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int64, device=device)
 
 
 @cache
 def _one(device: torch.device) -> torch.Tensor:
     return torch.ones(1, dtype=torch.float32, device=device)
+
+
+def _rng(
+    kernel: Kernel, state: State | None, device: torch.device, count: int = 1
+) -> list[torch.Tensor]:
+    """seed, stream and step, on the device; any tensor where no random number is drawn."""
+    if not kernel.random:
+        return [_zeros(device, count)] * 3
+    assert state is not None
+    return [state[key] for key in ("seed", "stream", "step")]
 
 
 def _ratio(state: State | None, device: torch.device) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """`graddrop(ratio=0.01, sample=0.001)`: all but the largest elements dropped."""
 
 from hipress.codecs.spec import RATIO_RULE, Option, Spec, feedback_off, share
+from hipress.codecs.topk import MAX_WORKERS
 
 SPEC = Spec(
     program="graddrop.pse",
@@ -23,5 +24,7 @@ SPEC = Spec(
             about="share of the elements that the threshold is estimated from (at least 4096)",
         ),
     ),
-    back=lambda o, workers: f"topk(ratio={min(1.0, o['ratio'] * workers)!r}{feedback_off(o)})",
+    back=lambda o, workers: (
+        f"topk(ratio={o['ratio']!r}, workers={min(workers, MAX_WORKERS)}{feedback_off(o)})"
+    ),
 )

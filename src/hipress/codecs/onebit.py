@@ -1,4 +1,4 @@
-"""`onebit(block=4096, means=1)`: signs, and one or two values per block."""
+"""`onebit(block=1024, means=1)`: signs, and one or two values per block."""
 
 from hipress.codecs.spec import Option, Spec, number
 
@@ -10,7 +10,7 @@ SPEC = Spec(
     options=(
         Option(
             name="block",
-            default=4096,
+            default=1024,
             rule="a multiple of 8 from 64 to 65536",
             allowed=lambda v: number(v) and 64 <= v <= 65536 and v % 8 == 0,
             about="elements that share a scale",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hipress import settings
 from hipress.codecs import frame, tensors
@@ -22,8 +20,11 @@ from hipress.compll.threads import runner
 from hipress.errors import BackendError, FrameError, UsageError
 
 if TYPE_CHECKING:
-    from hipress.codecs.gpu import GpuKernels
+    from hipress.codecs.bulk import Bulk
+    from hipress.codecs.gpu import GpuKernels, GpuMerge
 
+MAX_MERGED = 16
+"""Most frames that one kernel averages: each is a pointer and a load more in its loop."""
 RNG_KEYS = ("seed", "stream", "step")
 """Keys of a state that draws random numbers."""
 WRAPPER_KEYS = frozenset({"residual", "added_residual", "momentum", "added_momentum"})
@@ -81,6 +82,7 @@ class ProgramCodec(Codec):
         self.family = family or Family()
         self._shares_stream = shares_stream
         self._gpu_kernels: dict[str, GpuKernels] = {}
+        self._merges: dict[tuple[int, int], GpuMerge | None] = {}
         # Made now, not at first use: a wrong program, or a wrapper that cannot be fused, shows.
         self._kernel = bound.kernels(variant=variant)[0]
         self._body_bytes = bound.body_bytes()
@@ -107,7 +109,7 @@ class ProgramCodec(Codec):
         chosen = self._backend or settings.backend()
         return "cpu" if chosen == "auto" else chosen
 
-    def _runs_on_gpu(self, x: torch.Tensor) -> bool:
+    def runs_on_gpu(self, x: torch.Tensor) -> bool:
         """Whether the gpu backend takes this tensor; refuses one that no backend in use takes."""
         chosen = self._backend or settings.backend()
         if chosen == "auto":
@@ -180,19 +182,19 @@ class ProgramCodec(Codec):
             payload = torch.empty(size, dtype=torch.uint8, device=x.device)
         else:
             payload = _checked_out(out, size, x.device)
-        held = self._held(state, x)
-        if self._runs_on_gpu(x):
-            self._gpu(dtype).encode(x, held, state, payload)
+        held = self.held(state, x)
+        if self.runs_on_gpu(x):
+            self.gpu(dtype).encode(x, held, state, payload)
             self._count_step(state)
             return payload
-        loaded, states, rng = self._load(dtype), [tensors.flat(h) for h in held], self._rng(state)
+        rng = self._rng(state)
         data = payload.numpy()
         header = frame.Header(codec_hash=self.codec_hash, step=rng[2])
         frame.write_header(data, header, [frame.Body(numel, size - HEAD_BYTES)])
-        body = data[HEAD_BYTES:]
+        body = payload[HEAD_BYTES:]
         if numel == 0:
-            body[:] = 0
-        elif self._run_encode(loaded, x, body, states, rng, lr_ratio(state)):
+            body.zero_()
+        elif self.encode_body(dtype, x, body, held, rng, lr_ratio(state)):
             frame.set_flag(data, frame.FLAG_NONFINITE)
         self._count_step(state)
         return payload
@@ -212,7 +214,7 @@ class ProgramCodec(Codec):
         if out is not None:
             _checked_target(payload, out)
         payload = _checked_payload(payload)
-        if self._runs_on_gpu(payload):
+        if self.runs_on_gpu(payload):
             return self._decode_on_gpu(payload, out, add, alpha)
         data = payload.numpy()
         header, body = frame.read_single(data, self.codec_hash)
@@ -228,26 +230,18 @@ class ProgramCodec(Codec):
             out = torch.empty(numel, dtype=torch.float32)
         elif out.numel() != numel:
             raise UsageError(f"out has {out.numel()} elements; the frame holds {numel}.")
-        loaded = self._load(tensors.storage(out, "out"))
-        if numel == 0:
-            return out
         if header.nonfinite:
             out.detach().fill_(float("nan"))
-            return out
-        kernel = loaded.module.decode_add if add else loaded.module.decode
-        params = self.bound.floats(loaded.decode, {ALPHA: alpha})
-        refusal = kernel(
-            numel,
-            params,
-            (0, 0, 0),
-            data[body.offset : body.offset + body.num_bytes],
-            tensors.flat(out),
-            tensors.scratch,
-            runner(settings.num_threads()),
-        )
-        if refusal is not None:
-            raise FrameError(f"the frame is damaged: {refusal}; send it again.")
+        elif numel:
+            part = payload[body.offset : body.offset + body.num_bytes]
+            self.decode_body(part, out, add=add, alpha=alpha)
         return out
+
+    def bulk(self, numels: Iterable[int]) -> Bulk:
+        """This codec for many gradients at once, in one frame (see `Bulk`)."""
+        from hipress.codecs.bulk import Bulk
+
+        return Bulk(self, numels)
 
     def _decode_on_gpu(
         self, payload: torch.Tensor, out: torch.Tensor | None, add: bool, alpha: float
@@ -265,39 +259,102 @@ class ProgramCodec(Codec):
                 f"{self.wire_bytes(out.numel())} for the {out.numel()} elements of out."
             )
         if out.numel():
-            kernels = self._gpu(tensors.storage(out, "out"))
+            kernels = self.gpu(tensors.storage(out, "out"))
             kernels.decode(payload, out, add=add, alpha=alpha, waits=waits)
         return out
 
+    def merge(
+        self,
+        payloads: Sequence[torch.Tensor],
+        worker: Codec,
+        numel: int,
+        state: State | None = None,
+        *,
+        alpha: float | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        fused = self._merge_of(worker, payloads) if numel else None
+        if fused is None:
+            return super().merge(payloads, worker, numel, state, alpha=alpha, out=out)
+        size, device = self.wire_bytes(numel), payloads[0].device
+        frames = [_checked_payload(p) for p in payloads]
+        for payload in frames:
+            if payload.numel() != worker.wire_bytes(numel) or payload.device != device:
+                raise FrameError(
+                    f"a frame of {payload.numel()} bytes on {payload.device}; {worker.name} needs "
+                    f"{worker.wire_bytes(numel)} for {numel} elements, on {device} as the first."
+                )
+        if out is None:
+            out = torch.empty(size, dtype=torch.uint8, device=device)
+        out = _checked_out(out, size, device)
+        held = self.held(state, torch.empty(1, device=device).expand(numel))
+        fused(frames, numel, held, state, out, 1 / len(frames) if alpha is None else alpha)
+        self._count_step(state)
+        return out
+
+    def _merge_of(self, worker: Codec, payloads: Sequence[torch.Tensor]) -> GpuMerge | None:
+        """The kernel that merges frames of `worker`, where there is one."""
+        if not payloads or not isinstance(worker, ProgramCodec):
+            return None
+        if len(payloads) > MAX_MERGED or not self.runs_on_gpu(payloads[0]):
+            return None
+        key = (worker.codec_hash, len(payloads))
+        if key not in self._merges:
+            from hipress.codecs.gpu import GpuMerge
+
+            merge = self.bound.load_merge(worker.bound, len(payloads), variant=self.variant)
+            self._merges[key] = None if merge is None else GpuMerge(worker, self, merge)
+        return self._merges[key]
+
     # Inside.
 
-    def _gpu(self, dtype: str) -> GpuKernels:
+    def gpu(self, dtype: str) -> GpuKernels:
+        """The kernels for tensors of a dtype on a GPU."""
         if dtype not in self._gpu_kernels:
             from hipress.codecs.gpu import GpuKernels
 
             self._gpu_kernels[dtype] = GpuKernels(self, dtype)
         return self._gpu_kernels[dtype]
 
-    def _run_encode(
+    def encode_body(
         self,
-        loaded: Loaded,
+        dtype: str,
         x: torch.Tensor,
-        body: NDArray[np.uint8],
-        states: list[Any],
+        body: torch.Tensor,
+        states: Sequence[torch.Tensor],
         rng: tuple[int, int, int],
         rho: float,
     ) -> bool:
-        """Whether the gradient held a NaN or an infinity."""
+        """Writes the body of a frame on the CPU; whether there was a NaN or an infinity."""
+        loaded = self._load(dtype)
         params = self.bound.floats(loaded.encode, {MU: self.mu, RHO: rho})
         elements, pool = tensors.flat(x.contiguous()), runner(settings.num_threads())
+        held = [tensors.flat(state) for state in states]
         try:
             return bool(
                 loaded.module.encode(
-                    x.numel(), params, rng, body, elements, states, tensors.scratch, pool
+                    x.numel(), params, rng, body.numpy(), elements, held, tensors.scratch, pool
                 )
             )
         except IndexError as error:
             raise UsageError(f"{self.name}: {error}; the program is wrong there.") from error
+
+    def decode_body(
+        self, body: torch.Tensor, out: torch.Tensor, *, add: bool, alpha: float
+    ) -> None:
+        """Reads the body of a frame on the CPU."""
+        loaded = self._load(tensors.storage(out, "out"))
+        refusal = (loaded.module.decode_add if add else loaded.module.decode)(
+            out.numel(),
+            self.bound.floats(loaded.decode, {ALPHA: alpha}),
+            (0, 0, 0),
+            body.numpy(),
+            tensors.flat(out),
+            tensors.scratch,
+            runner(settings.num_threads()),
+        )
+        if refusal is not None:
+            raise FrameError(f"the frame is damaged: {refusal}; send it again.")
 
     def _load(self, dtype: str) -> Loaded:
         return self.bound.load(self.backend, dtype=dtype, variant=self.variant)
@@ -313,7 +370,7 @@ class ProgramCodec(Codec):
     def _state_keys(self) -> frozenset[str]:
         return frozenset([*self._state_names, *RNG_KEYS * self._kernel.random])
 
-    def _held(self, state: State | None, x: torch.Tensor) -> list[torch.Tensor]:
+    def held(self, state: State | None, x: torch.Tensor) -> list[torch.Tensor]:
         """The state's arrays in the order that kernels take them."""
         keys = self._state_keys
         if state is None:

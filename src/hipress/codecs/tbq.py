@@ -1,6 +1,17 @@
-"""`tbq(tau=0.5)`: plus or minus tau where the accumulated element has reached it."""
+"""`tbq(tau=0.5, levels=1)`: plus or minus tau where the accumulated element has reached it."""
 
-from hipress.codecs.spec import POSITIVE_RULE, Option, Spec, positive
+from collections.abc import Mapping
+from typing import Any
+
+from hipress.codecs.spec import POSITIVE_RULE, Option, Spec, feedback_off, number, positive
+
+MAX_LEVELS = 127
+
+
+def _params(options: Mapping[str, Any]) -> dict[str, Any]:
+    levels = options["levels"]
+    return {**options, "bits": 2 if levels == 1 else 4 if levels <= 7 else 8}
+
 
 SPEC = Spec(
     program="tbq.pse",
@@ -16,5 +27,18 @@ SPEC = Spec(
             allowed=positive,
             about="the threshold, in units of the gradient",
         ),
+        Option(
+            name="levels",
+            default=1,
+            rule=f"a whole number from 1 to {MAX_LEVELS}",
+            allowed=lambda v: number(v) and 1 <= v <= MAX_LEVELS and v == int(v),
+            about="1 is the threshold; more send the nearest multiple of tau / levels, up to tau: "
+            "2 to 7 take 4 bits, more take 8",
+        ),
+    ),
+    params=_params,
+    # The mean of N messages is a multiple of tau / N, at most tau: it comes back whole.
+    back=lambda o, workers: (
+        f"tbq(tau={o['tau']!r}, levels={min(workers * o['levels'], MAX_LEVELS)}{feedback_off(o)})"
     ),
 )

@@ -138,6 +138,29 @@ class Bound:
         """The module, rendered, written to the cache and imported."""
         return _load(self, backend, dtype, variant)
 
+    def load_merge(self, worker: Bound, count: int, *, variant: Variant = PLAIN) -> Merge | None:
+        """Kernels for a GPU that average frames of `worker` and encode the mean with this program.
+
+        None where that can not be one kernel: decode and add the frames, then encode.
+        """
+        values, theirs = dict(self.values), dict(worker.values)
+        if any(values[name] != theirs[name] for name in values.keys() & theirs.keys()):
+            # A kernel knows a float parameter by its name only.
+            if any(p.runtime and theirs.get(p.name) != values[p.name] for p in self.program.params):
+                return None
+        key = (self.program.text, self.values, worker.program.text, worker.values, count, variant)
+        if key not in _merges:
+            frames = derive.Frames(worker.program.pair, worker.static, count)
+            kernel = derive.merge_kernel(frames, self.program.pair, self.static, variant=variant)
+            if kernel is None:
+                _merges[key] = None
+            else:
+                title = f"{count} frames of {worker.program.name}, averaged and encoded by "
+                source = renderer("gpu").render((kernel,), title=title + self.program.name)
+                module = import_source(source, f"{self.program.name.lower()}_merge_gpu")
+                _merges[key] = Merge(module, kernel)
+        return _merges[key]
+
     def body_bytes(self) -> Callable[[int], int]:
         """A function from the number of elements to the bytes of a payload's body."""
         kernel = derive.encode_kernel(self.program.pair, self.static)
@@ -155,6 +178,17 @@ class Loaded:
     module: ModuleType
     encode: Kernel
     decode: Kernel
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A module with a kernel that merges frames."""
+
+    module: ModuleType
+    kernel: Kernel
+
+
+_merges: dict[tuple[Any, ...], Merge | None] = {}
 
 
 def renderer(backend: str) -> Renderer:

@@ -8,6 +8,7 @@ the generic one, which is the oracle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -89,8 +90,69 @@ def encode_kernel(
         return _encode_kernel(pair, params, dtype, variant, fuse=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """The frames of some workers, which are averaged and encoded again."""
+
+    pair: Pair
+    """The workers' program."""
+    params: Mapping[str, ParamValue]
+    count: int
+
+
+def merge_kernel(
+    frames: Frames, pair: Pair, params: Mapping[str, ParamValue], *, variant: Variant = PLAIN
+) -> Kernel | None:
+    """The kernel that decodes frames, adds them in order, times alpha, and encodes the sum.
+
+    None where decoding does not go element by element: the sum must lie in memory then.
+    """
+    try:
+        return _encode_kernel(pair, params, "f32", variant, fuse=True, frames=frames)
+    except NotFusable:
+        return None
+
+
+def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[Section, ...], ...]]:
+    """The sum of what the frames hold, and the memory they are in."""
+    g = draft.graph
+    source, function = frames.pair.decode
+    alpha = g.param(ALPHA)
+    decoded: list[ArrayValue] = []
+    sections = []
+    flagged: Expr = g.const(False)
+    for k in range(frames.count):
+        parts = _received(draft, frames.pair, frames.params, prefix=f"frame{k}_")
+        before = len(draft.requires)
+        played = check.play(source, function, draft, params=frames.params, payload=parts)
+        if isinstance(played.gradient, Spread) or len(draft.requires) > before:
+            raise NotFusable("frames that are not decoded element by element")
+        assert played.gradient is not None
+        decoded.append(played.gradient)
+        sections.append(
+            tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
+        )
+        flagged = g.logic("lor", flagged, g.make("flagged", type="bool", attr=k))
+
+    def mean(i: Expr) -> Expr:
+        total: Expr | None = None
+        for value in decoded:
+            part = g.binary("mul", alpha, g.to_float(draft.element(value, i)))
+            total = part if total is None else g.binary("add", total, part)
+        assert total is not None
+        return g.select(flagged, g.const(math.nan), total)
+
+    return Computed(g.n, FLOAT, mean), tuple(sections)
+
+
 def _encode_kernel(
-    pair: Pair, params: Mapping[str, ParamValue], dtype: str, variant: Variant, *, fuse: bool
+    pair: Pair,
+    params: Mapping[str, ParamValue],
+    dtype: str,
+    variant: Variant,
+    *,
+    fuse: bool,
+    frames: Frames | None = None,
 ) -> Kernel:
     """With `fuse`, states may ask what a filter took: its pass writes them, or `NotFusable`."""
     g = Graph()
@@ -101,6 +163,9 @@ def _encode_kernel(
     states = [Array(f"state{i}", "f32", g.n, a.name) for i, a in enumerate(roles.states)]
     extra: list[Array] = []
     value: ArrayValue = Stored(draft, x, FLOAT)
+    received: tuple[tuple[Section, ...], ...] = ()
+    if frames is not None:
+        value, received = _merged(draft, frames)
     if variant.momentum:
         value = _momentum(draft, value, variant.nesterov, _label("momentum", roles), extra)
     residual = Array("residual", "f32", g.n, _label("residual", roles))
@@ -134,19 +199,25 @@ def _encode_kernel(
     passes = schedule(draft, flag, written)
     used = _used(passes)
     all_states = tuple(s for s in all_states if s in used)  # an option may leave one idle
-    validate(passes, {x, *all_states})
+    validate(passes, {x, *all_states, *(s.array for frame in received for s in frame)})
+    ours = [MU] * variant.momentum + [RHO] * variant.feedback
+    names = dict.fromkeys(_params(roles, *ours))
+    if frames is not None:
+        their = check.signature(*frames.pair.decode)
+        names |= dict.fromkeys(_params(their, ALPHA))
     return Kernel(
-        name="encode",
+        name="encode" if frames is None else "merge",
         passes=passes,
         sections=tuple(sections),
         states=all_states,
         temps=tuple(t for t in draft.temps if t in _used(passes)),
         limits=draft.limits,
-        input=x,
+        input=x if frames is None else None,
         output=None,
         requires=(),
-        params=_params(roles, *[MU] * variant.momentum, *[RHO] * variant.feedback),
+        params=tuple(names),
         nonfinite=flag,
+        frames=received,
     )
 
 
@@ -283,7 +354,9 @@ def _section(draft: Draft, k: int, part: Part) -> Section:
     return Section(array, False)
 
 
-def _received(draft: Draft, pair: Pair, params: Mapping[str, ParamValue]) -> list[Part]:
+def _received(
+    draft: Draft, pair: Pair, params: Mapping[str, ParamValue], prefix: str = ""
+) -> list[Part]:
     """The parts of a payload as arrays in memory: encode tells their types and lengths."""
     g = draft.graph
     source, function = pair.encode
@@ -296,7 +369,7 @@ def _received(draft: Draft, pair: Pair, params: Mapping[str, ParamValue]) -> lis
     played = check.play(source, function, aside, params=params, gradient=x, states=states)
     parts = []
     for k, part in enumerate(played.parts):
-        value, name, storage = part.value, f"section{k}", part.elem.storage
+        value, name, storage = part.value, f"{prefix}section{k}", part.elem.storage
         if isinstance(value, Expr):
             array = Array(name, storage, g.const(1))
             parts.append(Part(part.elem, g.load(array, g.const(0)), part.pos))

@@ -95,6 +95,7 @@ OPS = {
     "count": "elements that the filter attr let through",
     "taken": "whether the filter attr let this element through",
     "pick": "element args[0] of the sorted array attr",
+    "flagged": "whether frame number attr says that it holds a NaN or an infinity",
     "add": "",
     "sub": "",
     "mul": "",
@@ -332,6 +333,8 @@ class Kernel:
     """Float parameters, in the order they are passed."""
     nonfinite: Fold | None
     """Tells whether the encoded values hold a NaN or an infinity."""
+    frames: tuple[tuple[Section, ...], ...] = ()
+    """Payloads that are read: of each frame that is merged, its sections."""
 
     @property
     def random(self) -> bool:

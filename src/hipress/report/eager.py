@@ -89,7 +89,7 @@ def _cast(dtype: torch.dtype) -> EagerCodec:
 
 
 def _onebit(options: dict[str, Value]) -> EagerCodec:
-    block = int(options.get("block", 4096))
+    block = int(options.get("block", 1024))
 
     def encode(x: Tensor) -> Parts:
         rows = pad(x.abs(), (0, -x.numel() % block)).view(-1, block)

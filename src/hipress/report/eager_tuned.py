@@ -365,7 +365,7 @@ _TABLE = {
     "fp16": _Form(make=lambda n, _: EagerCast(n, torch.float16)),
     "bf16": _Form(make=lambda n, _: EagerCast(n, torch.bfloat16)),
     "onebit": _Form(
-        make=lambda n, o: EagerOnebit(n, int(o["block"])), defaults={"block": 4096}, feedback=True
+        make=lambda n, o: EagerOnebit(n, int(o["block"])), defaults={"block": 1024}, feedback=True
     ),
     "minmax": _Form(make=lambda n, o: EagerMinMax(n, int(o["bits"])), defaults={"bits": 2}),
     "terngrad": _Form(make=lambda n, o: EagerTernGrad(n, float(o["clip"])), defaults={"clip": 2.5}),

@@ -23,6 +23,7 @@ MAX_LOSS_POINTS = 1.0
 
 EXPLAINING = (
     "onebit(block=256)",
+    "onebit(block=4096)",
     "momentum(onebit)",
     "tbq(tau=0.1)",
     "minmax(bits=4)",

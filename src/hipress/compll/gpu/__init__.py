@@ -14,6 +14,7 @@ zero), E the error word, H the frame's header; t is a tile, g a gradient of many
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hipress.compll.gpu import prelude
 from hipress.compll.gpu.passes import print_check, print_pass
@@ -33,10 +34,13 @@ _HEAD = '''\
 """GPU kernels of {title}, made by HiPress CompLL: edit the program, not this file."""
 
 import math
+import os
 
 import numpy as np
 import triton
 import triton.language as tl
+
+_FUSED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
 
 
 '''
@@ -66,7 +70,7 @@ def _kernel(kernel: Kernel) -> str:
     shared, passes = Shared(kernel), Lines()
     sizes = Lines(depth=1)
     places = layout(kernel, sizes)
-    if kernel.input is not None:
+    if kernel.output is None:
         _start(shared, places, passes)
     else:
         print_check(shared, passes)
@@ -79,7 +83,23 @@ def _kernel(kernel: Kernel) -> str:
     text = text.replace("@NI@", str(len(shared.ints))).replace(
         "@NF@", str(max(1, len(shared.floats)))
     )
-    return text + "\n" + _sizes(shared, places, sizes)
+    return text + "\n" + _frame_places(shared) + _sizes(shared, places, sizes)
+
+
+def _frame_places(shared: Shared) -> str:
+    """Where the sections of a frame lie that is read by a merging kernel."""
+    frames = shared.kernel.frames
+    if not frames:
+        return ""
+    out = Lines()
+    out("def _frame_places(n, params):")
+    out.depth += 1
+    places = layout(replace(shared.kernel, sections=frames[0]), out)
+    out(f"return ({', '.join(place.offset for place in places)},)")
+    for sections in frames:
+        for j, section in enumerate(sections):
+            shared.values[("at", section.array.name)] = f"_frame_places(n, params)[{j}]"
+    return str(out) + "\n\n"
 
 
 def _start(shared: Shared, places: list[Place], out: Lines) -> None:
@@ -91,6 +111,9 @@ def _start(shared: Shared, places: list[Place], out: Lines) -> None:
     for k, (place, after) in enumerate(zip(places, ends, strict=True)):
         start = shared.size(("gap", k), f"{place.offset} + {place.num_bytes}")
         out(f"_clear_gap(body, {start}, {shared.size(('gap end', k), after)})")
+    for k in range(len(shared.kernel.frames)):
+        out(f"if _same_header(frame{k}, G) == 0:")
+        out("    tl.store(E, 2)")
     step = "tl.load(step)" if shared.kernel.random else "_i64(0)"
     out("if pid == 0:")
     out(f"    _write_header(frame, H, {shared.size('header', 'header_words')}, {step})")

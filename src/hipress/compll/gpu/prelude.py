@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # text may be made where Triton is not installed
     import triton.language as tl
 
+    _FUSED = tl.constexpr(True)
+
 
 def _f32(x: tl.constexpr) -> Any:
     return tl.full((), x, tl.float32)
@@ -43,6 +45,30 @@ def _min_nan(a: Any, b: Any) -> Any:
 
 def _max_nan(a: Any, b: Any) -> Any:
     return tl.where(a > b, a, tl.where(a != a, a, b))
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """a / b, correctly rounded, where all elements of a row share b: one reciprocal for all.
+
+    Two corrections of the product, as a division does them (Markstein, 1990), without its tests
+    for extreme numbers; those are made once, on b. Needs fused multiply-adds, which Triton's
+    interpreter has not.
+    """
+    if _FUSED:
+        size = tl.abs(b)
+        extreme = ((size < 7.888609052210118e-31) | (size > 1.2676506002282294e30)).to(tl.int32)
+        if len(b.shape) > 0:
+            extreme = tl.max(extreme)
+        if extreme != 0:
+            q = tl.div_rn(a, b)
+        else:
+            r = tl.div_rn(tl.full((), 1.0, tl.float32), b)
+            q = a * r
+            q = tl.fma(tl.fma(-q, b, a), r, q)
+            q = tl.fma(tl.fma(-q, b, a), r, q)
+    else:
+        q = tl.div_rn(a, b)
+    return q
 
 
 def _sign_f(x: Any) -> Any:

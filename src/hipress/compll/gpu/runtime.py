@@ -74,12 +74,13 @@ class Kernels:
         key = (device, tuple(gradients))
         found = self._kept.get(key)
         if found is None:
-            found = self._kept[key] = self._make(gradients, device)
+            found = self._kept[key] = self.make(gradients, device)
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return found
 
-    def _make(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
+    def make(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
+        """The same, for a caller that keeps it."""
         header_words = 16 + 4 * len(gradients)
         used, zeroed = 0, 0
         rows, floats, grids = [], [], []
@@ -125,7 +126,8 @@ class Kernels:
             sizes: From `sizes`.
             header: The frame's header and table: written by encode, expected by decode.
             frame: All of the frame.
-            memory: The gradient (or output) and the states, flat.
+            memory: The gradient (or output) and the states, flat; of a merge, the header that
+                frames must have, the frames and the states.
             rng: seed, stream and step; any tensor where no random number is drawn.
             rho: The factor on the residual.
             error: The word that is set where a frame is damaged.

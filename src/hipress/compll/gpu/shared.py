@@ -65,12 +65,13 @@ class Shared:
         for key in ("n", "body", "at", "results"):
             self.ints[key] = len(self.ints)
         caller = self.kernel.input or self.kernel.output
-        assert caller is not None
         # Room that a shorter scan leaves is zero.
         scans = [p for p in self.kernel.passes if isinstance(p, Scan) and not p.fold.length.host]
         self._partly_written = {p.array for p in scans}
-        self.memory = [caller.name, *(s.name for s in self.kernel.states)]
+        self.memory = [*([caller.name] if caller else []), *(s.name for s in self.kernel.states)]
         fixed = ["I", "F", "Z", "W", "E", "H", "frame"]
+        if self.kernel.frames:
+            fixed += ["G", *(f"frame{k}" for k in range(len(self.kernel.frames)))]
         self.args = ", ".join([*fixed, *self.memory, "rho", "seed", "stream", "step"])
 
     def fresh(self) -> str:
@@ -125,6 +126,8 @@ class Shared:
         for e in host_values(roots):
             texts[e] = self.host(e)
         for e in walk(roots):
+            if e.op == "flagged":
+                texts[e] = f"(tl.load(frame{e.attr} + 6) != 0)"
             key = {"fold": e.attr, "count": e.attr, "pick": e}.get(e.op)
             if key is None or (e.op == "fold" and e.attr.block is not None):
                 continue
@@ -172,7 +175,10 @@ class Shared:
         if array.name in self.memory:
             return
         pool = "body"
-        if array.name.startswith("temp"):
+        if array.name.startswith("frame"):
+            first = f"tl.multiple_of(tl.load(I + {BODY}), 16)"
+            pool = f"{array.name.split('_')[0]} + {first}"
+        elif array.name.startswith("temp"):
             bits = STORAGE_BITS[array.storage]
             text = f"-(-{self.length_text(array.length)} * {bits} // 32) * 4"
             pool = self.piece(array.name, text, zeroed=array in self._partly_written)

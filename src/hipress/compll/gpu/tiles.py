@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from hipress.compll.gpu.shared import Known, Shared, identity
-from hipress.compll.gpu.spell import PACKED, RANDOM, TYPES, cast, loaded, rep, stored, wide
+from hipress.compll.gpu.spell import PACKED, RANDOM, TYPES, cast, loaded, rep, spread, stored, wide
 from hipress.compll.ir import STORAGE_BITS, Array, Expr, Fold, Store, walk
 from hipress.compll.render import Lines, loads, print_values
 from hipress.errors import BackendError
@@ -18,8 +18,17 @@ from hipress.errors import BackendError
 ELEMENTS = 4096
 """Elements of a tile, unless a block is larger."""
 
-PER_THREAD = 16
-"""Elements of a thread."""
+
+def _shape(encodes: bool, block: int | None, roots: list[Expr]) -> tuple[int, int]:
+    """Elements of a tile and of a thread, by what was fastest on an H200 (256M elements).
+
+    Decoding wants many independent loads in a thread. An encoder of small blocks, or one that
+    writes states, is faster with fewer registers; Philox makes numbers for four at once.
+    """
+    if not encodes or any(e.op in RANDOM for e in walk(roots)) or (block or 0) >= ELEMENTS:
+        return ELEMENTS, 16
+    return (ELEMENTS // 2 if block else ELEMENTS), 8
+
 
 UNITS = {"u1": 32, "u2": 32, "u4": 32}
 """Bits that packed codes are read and written in."""
@@ -38,10 +47,13 @@ class Tile:
         block: int | None,
         roots: list[Expr],
         stores: list[Store],
-        elements: int = ELEMENTS,
+        elements: int | None = None,
     ) -> None:
         self.shared = shared
         self.length = length
+        self._encodes = shared.kernel.output is None
+        preferred, per_thread = _shape(self._encodes, block, _all(roots))
+        elements = elements or preferred
         self.block = block or elements
         self.cols = _power_above(self.block)
         self.rows = max(1, elements // self.cols)
@@ -66,7 +78,7 @@ class Tile:
             uses.update(e.args)
         self.often = {e for e, count in uses.items() if count > 1}
         """Values with several uses: of several phases too, so they are kept, not made again."""
-        self.warps = min(32, max(1, self.rows * self.cols // (32 * PER_THREAD)))
+        self.warps = min(32, max(1, self.rows * self.cols // (32 * per_thread)))
 
     @property
     def shape(self) -> str:
@@ -142,6 +154,8 @@ class Tile:
             there = f", mask=block * {self.block} < length" if e.variance == 1 else ""
             mask = ", mask=live" if e.variance == 2 else there
             return self.shared.loaded(e, args[0], mask)
+        if e.op == "div" and e.variance == 2 and e.args[1].variance < 2 and self._encodes:
+            return f"_quotient({args[0]}, {spread(args[1], e.args[1], 2)})"
         if e.op in RANDOM and aligned and not self.masked:
             rng = "rng" if len(args) == 1 else f"_keyed({args[1]})"
             bits = f"_bits32_row(start, {self.span}, {e.attr}, {rng})"

@@ -1,0 +1,194 @@
+"""Many small gradients in one frame: on a GPU in the launches of one.
+
+The gradients lie in one flat buffer, each on a multiple of `ALIGN` elements, and so do the states
+of their codec. A frame holds their bodies side by side, as `frame` describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hipress.codecs import frame, tensors
+from hipress.codecs.base import State, lr_ratio
+from hipress.errors import FrameError, UsageError
+
+if TYPE_CHECKING:
+    from hipress.codecs.program import ProgramCodec
+
+ALIGN = 16
+"""Every gradient starts on a multiple of this many elements of the flat buffer."""
+
+
+class Bulk:
+    """A codec for a fixed list of gradients at once.
+
+    Args:
+        codec: A codec of the table; wrappers that are fused into it come along.
+        numels: The number of elements of each gradient, in order.
+
+    Example:
+        >>> import torch, hipress
+        >>> bulk = hipress.codec("onebit").bulk([100, 7, 4096])
+        >>> flat = torch.zeros(bulk.numel)
+        >>> for gradient, view in zip(map(torch.randn, bulk.numels), bulk.views(flat)):
+        ...     _ = view.copy_(gradient)
+        >>> state = bulk.init(flat)
+        >>> payload = bulk.encode(flat, state)
+        >>> payload.numel() == bulk.wire_bytes
+        True
+        >>> out = bulk.decode(payload, out=torch.zeros(bulk.numel))
+    """
+
+    def __init__(self, codec: ProgramCodec, numels: Iterable[int]) -> None:
+        self.codec = codec
+        self.numels = tuple(numels)
+        if not self.numels or min(self.numels) < 1 or len(self.numels) > frame.MAX_BODIES:
+            raise UsageError(
+                f"a bulk of {len(self.numels)} gradients of {min(self.numels, default=0)} or more "
+                f"elements; it takes 1 to {frame.MAX_BODIES} gradients of at least one element."
+            )
+        self._bodies = [codec.wire_bytes(n) - frame.frame_bytes([0]) for n in self.numels]
+        self.wire_bytes = frame.frame_bytes(self._bodies)
+        """Bytes of the frame."""
+        self.offsets: list[int] = []
+        """Where each gradient starts in the flat buffer."""
+        at = 0
+        for n in self.numels:
+            self.offsets.append(at)
+            at += -(-n // ALIGN) * ALIGN
+        self.numel = at
+        """Elements of the flat buffer."""
+        self.kept: dict[Any, Any] = {}
+        """What kernels on a device need to know about these gradients: made once."""
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients inside a flat buffer."""
+        pairs = zip(self.offsets, self.numels, strict=True)
+        return [flat[at : at + n] for at, n in pairs]
+
+    def init(self, flat: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
+        """Fresh state for buffers like `flat`; gradient k draws its numbers with seed + k."""
+        self._check(flat, "the buffer")
+        state: State = self.codec.init(flat)
+        if "seed" in state:
+            count = len(self.numels)
+            device = flat.device
+            state["seed"] = torch.arange(count, dtype=torch.int64, device=device) + seed
+            state["stream"] = torch.full((count,), stream, dtype=torch.int64, device=device)
+        return state
+
+    def encode(
+        self, flat: torch.Tensor, state: State | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One frame of all gradients; updates `state` in place."""
+        dtype = self._check(flat, "the buffer")
+        if out is None:
+            out = torch.empty(self.wire_bytes, dtype=torch.uint8, device=flat.device)
+        elif (out.numel(), out.dtype, out.device) != (self.wire_bytes, torch.uint8, flat.device):
+            raise UsageError(
+                f"out has {out.numel()} elements of {out.dtype} on {out.device}; the frame needs "
+                f"{self.wire_bytes} bytes on {flat.device}."
+            )
+        held = self.codec.held(state, flat)
+        if self.codec.runs_on_gpu(flat):
+            self.codec.gpu(dtype).encode_bulk(self, flat, held, state, out)
+        else:
+            self._encode_each(dtype, flat, held, state, out)
+        if state is not None and "step" in state:
+            state["step"] += 1
+        return out
+
+    def decode(
+        self, payload: torch.Tensor, *, out: torch.Tensor, add: bool = False, alpha: float = 1.0
+    ) -> torch.Tensor:
+        """`out = alpha * decoded` (`out +=` with `add`) for all gradients of a flat buffer.
+
+        Elements between gradients stay as they are.
+
+        Raises:
+            FrameError: `payload` is damaged or of another bulk.
+        """
+        dtype = self._check(out, "out")
+        if payload.dtype != torch.uint8 or payload.numel() != self.wire_bytes:
+            raise FrameError(
+                f"the frame has {payload.numel()} elements of {payload.dtype}; this bulk needs "
+                f"{self.wire_bytes} bytes."
+            )
+        if payload.device != out.device:
+            raise UsageError(f"the payload is on {payload.device}, out on {out.device}.")
+        if self.codec.runs_on_gpu(out):
+            self.codec.gpu(dtype).decode_bulk(self, payload, out, add=add, alpha=alpha)
+        else:
+            self._decode_each(payload, out, add=add, alpha=alpha)
+        return out
+
+    @cached_property
+    def header(self) -> torch.Tensor:
+        """Header and table of the frame."""
+        whole = torch.zeros(self.wire_bytes, dtype=torch.uint8)
+        pairs = zip(self.numels, self._bodies, strict=True)
+        bodies = [frame.Body(n, size) for n, size in pairs]
+        header = frame.Header(codec_hash=self.codec.codec_hash)
+        frame.write_header(whole.numpy(), header, bodies)
+        return whole[: frame.frame_bytes([0] * len(bodies))].clone()
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Where each body starts in the frame."""
+        places, at = [], frame.frame_bytes([0] * len(self.numels))
+        for size in self._bodies:
+            places.append(at)
+            at += size
+        return places
+
+    def _check(self, flat: torch.Tensor, what: str) -> str:
+        dtype = tensors.storage(flat, what)
+        if flat.numel() != self.numel or flat.dim() != 1 or not flat.is_contiguous():
+            raise UsageError(
+                f"{what} has {flat.numel()} elements; this bulk needs one dimension of "
+                f"{self.numel}: torch.zeros(bulk.numel), filled through bulk.views."
+            )
+        return dtype
+
+    # One after the other, where launches cost nothing.
+
+    def _encode_each(
+        self,
+        dtype: str,
+        flat: torch.Tensor,
+        held: Sequence[torch.Tensor],
+        state: State | None,
+        out: torch.Tensor,
+    ) -> None:
+        step = 0 if state is None or "step" not in state else int(state["step"])
+        out[: self.header.numel()] = self.header
+        out[8:16].view(torch.int64).fill_(step)
+        flagged = False
+        for k, (at, n) in enumerate(zip(self.offsets, self.numels, strict=True)):
+            rng = (0, 0, 0)
+            if state is not None and "seed" in state:
+                rng = (int(state["seed"][k]), int(state["stream"][k]), step)
+            body = out[self.places[k] : self.places[k] + self._bodies[k]]
+            states = [h[at : at + n] for h in held]
+            flagged |= self.codec.encode_body(
+                dtype, flat[at : at + n], body, states, rng, lr_ratio(state)
+            )
+        if flagged:
+            frame.set_flag(out.numpy(), frame.FLAG_NONFINITE)
+
+    def _decode_each(
+        self, payload: torch.Tensor, out: torch.Tensor, *, add: bool, alpha: float
+    ) -> None:
+        header, bodies = frame.read_frame(payload.numpy(), codec_hash=self.codec.codec_hash)
+        if tuple(body.numel for body in bodies) != self.numels:
+            raise FrameError("the frame holds other gradients than this bulk; send it again.")
+        for view, body in zip(self.views(out), bodies, strict=True):
+            if header.nonfinite:
+                view.fill_(float("nan"))
+                continue
+            part = payload[body.offset : body.offset + body.num_bytes]
+            self.codec.decode_body(part, view, add=add, alpha=alpha)

@@ -1,0 +1,521 @@
+"""What the gpu backend promises, for every codec: the tests that `test_on_gpu` runs on a GPU and
+`test_interpreted` on a CPU, by Triton's interpreter.
+
+Frames, states and decoded gradients are compared with those of the `cpu` backend, section by
+section of the documented layout. They are equal bit for bit, but where a scale is a sum of floats.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, note, settings
+
+import hipress
+from hipress.codecs import gpu
+from hipress.codecs.program import ProgramCodec
+from hipress.compll.derive import PLAIN, Variant
+from hipress.compll.passes import NotFusable
+from hipress.errors import BackendError, FrameError, UsageError
+from tests.codecs.cases import CASES, DGC, FLAGS, HEAD, MOMENTUM, WIRE, Case, gaussian, ulps
+from tests.codecs.damage import damaged
+from tests.compll.generate import Program, programs
+from tests.compll.harness import MU_VALUE, bound
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SIZES = (1, 7, 4096, 4097, 5003) if INTERPRETED else (1, 7, 4096, 4097, 5003, 1_000_003)
+"""A tile has 4096 elements: less than one, one, one and a little."""
+NUM_STEPS = 2 if INTERPRETED else 4
+FEW_ULPS = 16
+"""A scale from a float sum: lanes add up in another order (4 ulp were seen)."""
+FEW_CODES = 2
+"""Elements that such a scale may round the other way: 1 in 100 payloads has one."""
+GUARD = 8192
+"""Elements on both sides of an output that a kernel must leave alone: two tiles."""
+SIXTEEN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+NARROW = {
+    "float16": ("none", "bf16", "int8", "ef(terngrad)", "dithering", "topk", DGC[2].expr),
+    "bfloat16": (
+        *("fp16", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)", "randomk"),
+        MOMENTUM[0].expr,
+    ),
+}
+"""Each program is tried with one of the two, interpreted; on a GPU with both."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One codec, on both backends."""
+
+    cpu: ProgramCodec
+    gpu: ProgramCodec
+
+
+def pair(expr: str) -> Pair:
+    made = hipress.codec(expr)
+    assert isinstance(made, ProgramCodec)
+    return Pair(*(on(made, backend) for backend in ("cpu", "gpu")))
+
+
+def on(codec: ProgramCodec, backend: str) -> ProgramCodec:
+    """The same codec on a given backend, whatever the settings say."""
+    return ProgramCodec(
+        codec.bound, name=codec.name, variant=codec.variant, mu=codec.mu, backend=backend
+    )
+
+
+def started(c: ProgramCodec, n: int, seed: int = 3) -> dict[str, torch.Tensor]:
+    """A state whose residual and momentum are not zero, as after some steps; on the CPU."""
+    state = c.init(torch.empty(n), seed=seed, stream=5)
+    for i, name in enumerate(("residual", "momentum", "velocity", "weight")):
+        if name in state:
+            state[name].copy_(gaussian(n, seed=90 + i))
+    return state
+
+
+def moved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state on the device, apart from its original."""
+    return {name: value.to(DEVICE, copy=True) for name, value in state.items()}
+
+
+def agree(case: Case, found: torch.Tensor, right: torch.Tensor, n: int) -> tuple[Any, float]:
+    """Two frames hold the same, but for sums and what hangs on their last bits.
+
+    Returns:
+        Which elements have the same code, and the largest scale.
+    """
+    assert torch.equal(found[:HEAD], right[:HEAD])
+    alike, scale = np.ones(n, bool), 0.0
+    if not case.summed:
+        assert torch.equal(found, right)
+        return alike, scale
+    have, want = case.parts(found, n), case.parts(right, n)
+    for name in want:
+        if want[name].dtype == np.float32:
+            assert ulps(torch.tensor(have[name]), torch.tensor(want[name])) <= FEW_ULPS, name
+            scale = max(scale, float(np.abs(want[name]).max(initial=0)))
+        elif name == "code" and case.rounds:
+            alike = have[name] == want[name]
+            assert (~alike).sum() <= FEW_CODES
+        else:
+            assert (have[name] == want[name]).all(), name
+    assert not found.numpy()[case.padding(n)].any()
+    return alike, scale
+
+
+def same_states(
+    case: Case,
+    found: dict[str, torch.Tensor],
+    right: dict[str, torch.Tensor],
+    alike: Any = slice(None),
+    scale: float = 0.0,
+) -> None:
+    """States are equal; where they follow a summed scale, to some ulps of it."""
+    assert found.keys() == right.keys()
+    for name, want in right.items():
+        have = found[name].cpu()
+        if case.summed and name in ("residual", "velocity"):
+            atol = FEW_ULPS * 2.0**-23 * max(scale, 4.0 if case.name == "dgc" else 0.0)
+            assert torch.allclose(have[alike], want[alike], rtol=0, atol=atol), name
+        else:
+            assert torch.equal(have, want), name
+
+
+def both_decode(c: Pair, payload: torch.Tensor, n: int) -> None:
+    """One frame means the same to both, to the bit: decoded, scaled, added."""
+    there = payload.to(DEVICE)
+    assert torch.equal(c.gpu.decode(there).cpu(), c.cpu.decode(payload))
+    total = gaussian(n, seed=1)
+    sums = total.to(DEVICE, copy=True)
+    for alpha in (1 / 3, -1.0):
+        c.cpu.decode(payload, out=total, add=True, alpha=alpha)
+        assert c.gpu.decode(there, out=sums, add=True, alpha=alpha) is sums
+        assert torch.equal(sums.cpu(), total)
+    c.cpu.decode(payload, out=total, alpha=1 / 3)
+    c.gpu.decode(there, out=sums, alpha=1 / 3)
+    assert torch.equal(sums.cpu(), total)
+    assert torch.equal(there.cpu(), payload)
+
+
+def ids(value: Any) -> str:
+    return value.expr if isinstance(value, Case) else str(value)
+
+
+every_case = pytest.mark.parametrize("case", CASES, ids=ids)
+
+
+# --- frames and states ---------------------------------------------------------------------------
+
+
+@every_case
+def test_frames_states_and_gradients_are_those_of_the_cpu(case: Case) -> None:
+    c = pair(case.expr)
+    # Wrappers add to the passes of a program: its sizes need not be tried again.
+    for n in SIZES if case in WIRE or not INTERPRETED else (7, SIZES[-1]):
+        state = started(c.cpu, n)
+        for step in range(NUM_STEPS if n == SIZES[-1] else 1):
+            x, there = gaussian(n, seed=step), moved(state)
+            before = x.to(DEVICE, copy=True)
+            out = torch.full((case.wire_bytes(n),), 0xA5, dtype=torch.uint8, device=DEVICE)
+            payload = c.gpu.encode(before, there, out=out)
+            assert payload.data_ptr() == out.data_ptr() and torch.equal(before.cpu(), x)
+            right = c.cpu.encode(x, state)
+            alike, scale = agree(case, payload.cpu(), right, n)
+            same_states(case, there, state, alike, scale)
+        if case in WIRE or not INTERPRETED:  # decode is the same for every wrapper
+            both_decode(c, right, n)
+            if not torch.equal(payload.cpu(), right):
+                both_decode(c, payload.cpu(), n)
+
+
+@pytest.mark.parametrize("case", WIRE, ids=ids)
+def test_an_empty_gradient(case: Case) -> None:
+    c, x = pair(case.expr), torch.empty(0)
+    state, there = c.cpu.init(x), c.gpu.init(x.to(DEVICE))
+    payload = c.gpu.encode(x.to(DEVICE), there)
+    assert torch.equal(payload.cpu(), c.cpu.encode(x, state))
+    assert c.gpu.decode(payload).shape == (0,)
+    assert c.gpu.decode(payload, out=torch.empty(0, device=DEVICE), add=True).shape == (0,)
+
+
+KINDS = {
+    "zeros": torch.zeros_like,
+    "minus zeros": lambda x: -torch.zeros_like(x),
+    "ties": torch.round,
+    "subnormal": lambda x: x * 1e-40,
+    "large": lambda x: x * 1e13,
+    "one sided": lambda x: x.abs() + 1,
+}
+
+
+@pytest.mark.parametrize("case", WIRE, ids=ids)
+def test_gradients_that_codecs_stumble_on(case: Case) -> None:
+    c, n = pair(case.expr), 300
+    for kind, change in KINDS.items():
+        x = change(gaussian(n))
+        state = c.cpu.init(x, seed=3)
+        there = moved(state)
+        payload = c.gpu.encode(x.to(DEVICE), there).cpu()
+        right = c.cpu.encode(x, state)
+        zeros = kind in ("zeros", "minus zeros", "ties")  # which of two zeros is a maximum is free
+        if not (zeros and unsigned(payload, case, n) == unsigned(right, case, n)):
+            agree(case, payload, right, n)
+        assert torch.equal(c.gpu.decode(right.to(DEVICE)).cpu(), c.cpu.decode(right))
+
+
+def unsigned(payload: torch.Tensor, case: Case, n: int) -> dict[str, list[Any]]:
+    """The sections of a frame, 0 and -0 as one number."""
+    return {name: (part + 0).tolist() for name, part in case.parts(payload, n).items()}
+
+
+NARROW_CASES = [
+    pytest.param(case, dtype, id=f"{case.expr}-{dtype}")
+    for dtype in SIXTEEN
+    for case in CASES
+    if case.expr in NARROW[dtype] or (not INTERPRETED and case.expr in sum(NARROW.values(), ()))
+]
+
+
+@pytest.mark.parametrize("case, dtype", NARROW_CASES)
+def test_16_bits(case: Case, dtype: str) -> None:
+    c, n = pair(case.expr), 4097
+    narrow = gaussian(n).to(SIXTEEN[dtype])
+    narrow[:4] = torch.tensor([0.0, -0.0, 6e-8, -3e-5])  # subnormal in float16
+    state = started(c.cpu, n)
+    wide, there = moved(state), moved(state)
+    payload = c.gpu.encode(narrow.to(DEVICE), there)
+    assert torch.equal(payload, c.gpu.encode(narrow.to(DEVICE).float(), wide))
+    assert all(torch.equal(there[name], wide[name]) for name in there)
+    alike, scale = agree(case, payload.cpu(), c.cpu.encode(narrow.float(), state), n)
+    same_states(case, there, state, alike, scale)
+
+    decoded, third = c.gpu.decode(payload), torch.tensor(1 / 3)
+    acc = gaussian(n, seed=1).to(DEVICE, SIXTEEN[dtype])
+    # Two float32 operations, each rounded, then one rounding to 16 bits.
+    expected = (acc.float() + third.to(DEVICE) * decoded).to(SIXTEEN[dtype])
+    c.gpu.decode(payload, out=acc, add=True, alpha=1 / 3)
+    assert torch.equal(acc, expected)
+    c.gpu.decode(payload, out=acc, alpha=1 / 3)
+    assert torch.equal(acc, (third.to(DEVICE) * decoded).to(SIXTEEN[dtype]))
+
+
+def test_any_layout_of_the_gradient() -> None:
+    c, x = pair("onebit").gpu, gaussian(4620).to(DEVICE)
+    payload = c.encode(x, c.init(x))
+    wide = torch.zeros(4620, 3, device=DEVICE)
+    wide[:, 1] = x
+    for layout in (x.view(20, 231).t().contiguous().t(), wide[:, 1], x.view(11, 20, 21)):
+        assert torch.equal(c.encode(layout, c.init(layout)), payload)
+    offset = torch.zeros(4621, device=DEVICE)[1:]  # on a multiple of 4 bytes, not of 16
+    offset.copy_(x)
+    assert torch.equal(c.encode(offset, c.init(offset)), payload)
+
+
+def test_the_ratio_of_learning_rates_scales_the_residual() -> None:
+    c, n = pair("onebit(block=64)"), 300
+    state = {**started(c.cpu, n), "lr_ratio": torch.tensor(0.25)}
+    there = moved(state)
+    payload = c.gpu.encode(gaussian(n).to(DEVICE), there)
+    right = c.cpu.encode(gaussian(n), state)
+    case = next(case for case in CASES if case.expr == "onebit(block=64)")
+    alike, scale = agree(case, payload.cpu(), right, n)
+    same_states(case, there, state, alike, scale)
+
+
+# --- bad numbers ---------------------------------------------------------------------------------
+
+
+BAD = ((math.nan, 4099), (math.inf, 0), (-math.inf, 5002))
+
+
+def stays(case: Case, n: int, place: int) -> slice:
+    """The elements that share a scale with the bad one: their residual must stay as it was."""
+    if case.name in ("int8", "onebit"):
+        start = place // case.block * case.block
+        return slice(start, start + case.block)
+    return slice(0, n) if case.rounds else slice(place, place + 1)
+
+
+@every_case
+def test_bad_numbers_stay_visible_and_out_of_states(case: Case) -> None:
+    c, n = pair(case.expr), 5003
+    for bad, place in BAD if case.states else BAD[:1]:
+        x = gaussian(n)
+        x[place] = bad
+        state = started(c.cpu, n)
+        before, there = {k: v.clone() for k, v in state.items()}, moved(state)
+        payload = c.gpu.encode(x.to(DEVICE), there)
+        c.cpu.encode(x, state)
+        assert payload[FLAGS] == 1
+        if case in WIRE or not INTERPRETED:
+            assert c.gpu.decode(payload).isnan().all()
+            acc = gaussian(n).to(DEVICE)
+            assert c.gpu.decode(payload, out=acc, add=True, alpha=0.5).isnan().all()
+        assert all(value.isfinite().all() for value in there.values())
+        if case.feedback:
+            unit = stays(case, n, place)
+            assert torch.equal(there["residual"].cpu()[unit], before["residual"][unit])
+        if case.own_memory and math.isinf(bad):
+            # It may count as sent, take the place of another, and have its velocity masked.
+            assert there["residual"][place] == before["residual"][place]
+            assert there["velocity"][place] in (before["velocity"][place], 0)
+        else:
+            same_states(case, there, state, scale=4.0)
+        if bad != bad:
+            clean = c.gpu.encode(gaussian(n, seed=1).to(DEVICE), there)
+            assert clean[FLAGS] == 0 and c.gpu.decode(clean).isfinite().all()
+
+
+# --- damaged frames ------------------------------------------------------------------------------
+
+
+class Guarded:
+    """An output with memory on both sides that nobody may touch."""
+
+    def __init__(self, n: int) -> None:
+        self.whole = torch.full((n + 2 * GUARD,), 7.0, device=DEVICE)
+        self.out = self.whole[GUARD : GUARD + n]
+
+    def intact(self) -> bool:
+        sides = torch.cat([self.whole[:GUARD], self.whole[-GUARD:]])
+        return bool((sides == 7.0).all())
+
+
+def pending() -> str:
+    """What the next call on the device would say, if anything."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    try:
+        gpu.raise_pending(gpu_device())
+    except FrameError as error:
+        return str(error)
+    return ""
+
+
+def gpu_device() -> torch.device:
+    return torch.empty(0, device=DEVICE).device
+
+
+def put(payload: torch.Tensor, at: int, dtype: torch.dtype, value: float) -> torch.Tensor:
+    """A frame with one number of it replaced."""
+    changed = payload.clone()
+    changed[at : at + dtype.itemsize].view(dtype)[0] = value
+    return changed
+
+
+SPARSE = ("topk(ef=false)", "graddrop(ef=false)", "dgc")
+
+
+@pytest.mark.parametrize("expr", SPARSE)
+@pytest.mark.parametrize("add", [False, True])
+def test_counts_and_indices_are_clamped(expr: str, add: bool) -> None:
+    n, case = 5003, next(c for c in WIRE if c.expr == expr)
+    c, x = pair(expr).gpu, gaussian(n).to(DEVICE)
+    payload = c.encode(x, c.init(x))
+    count, index, _, _ = case.places(n)
+    words = torch.int32
+    damages = [
+        *(put(payload, count.start, words, v) for v in (case.room(n) + 1, 2**31 - 1, -1)),
+        *(put(payload, index.start, words, v) for v in (n, 2**31 - 1, -1, n + 4096)),
+    ]
+    for frame in damages:
+        guarded = Guarded(n)
+        c.decode(frame, out=guarded.out, add=add)
+        assert guarded.intact()
+        message = pending()
+        assert message.startswith(f"a frame that was decoded on {gpu_device()} before is damaged: ")
+        assert message.endswith("; what was decoded since then must not be used.")
+        assert pending() == ""  # told once
+        with pytest.raises(FrameError, match="is damaged"):
+            c.decode(frame)
+
+
+def test_damage_is_told_by_the_next_call() -> None:
+    c, x = pair("topk(ef=false)").gpu, gaussian(300).to(DEVICE)
+    payload = c.encode(x, c.init(x))
+    bad = put(payload, HEAD, torch.int32, -1)
+    out = torch.zeros(300, device=DEVICE)
+    for call in (
+        lambda: c.encode(x, c.init(x)),
+        lambda: c.decode(payload, out=out),
+        lambda: c.decode(payload, out=out, add=True),
+    ):
+        c.decode(bad, out=out)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        with pytest.raises(FrameError, match="before is damaged"):
+            call()
+        call()
+    assert torch.equal(c.decode(payload, out=out), c.decode(payload))
+
+
+@pytest.mark.parametrize(
+    "at, dtype, value",
+    [(0, torch.uint8, 0), (4, torch.int16, 9), (20, torch.int32, 2), (24, torch.int64, 5),
+     (32, torch.int64, 80), (64, torch.int64, 301), (72, torch.int64, 16)],
+    ids=["magic", "version", "bodies", "codec", "bytes", "elements", "body"],
+)  # fmt: skip
+def test_a_header_that_is_not_ours(at: int, dtype: torch.dtype, value: int) -> None:
+    c, n = pair("onebit(ef=false)").gpu, 300
+    frame = put(c.encode(gaussian(n).to(DEVICE), {}), at, dtype, value)
+    guarded = Guarded(n)
+    c.decode(frame, out=guarded.out)
+    assert guarded.intact()
+    assert "its header is not that of such a frame" in pending()
+    with pytest.raises(FrameError):
+        c.decode(frame)
+    assert pending() == ""
+
+
+def test_fields_that_are_the_senders_own() -> None:
+    c, n = pair("onebit(ef=false)").gpu, 300
+    payload = c.encode(gaussian(n).to(DEVICE), {})
+    right = c.decode(payload)
+    for at in (8, 40, 48):  # step, plan and sender
+        out = torch.empty(n, device=DEVICE)
+        c.decode(put(payload, at, torch.int64, 3), out=out)
+        assert torch.equal(out, right) and pending() == ""
+
+
+def test_what_a_program_asks_of_its_payload() -> None:
+    c, x = pair("minmax(bits=2)").gpu, gaussian(300).to(DEVICE)
+    frame = put(c.encode(x, c.init(x)), HEAD, torch.uint8, 4)
+    with pytest.raises(FrameError, match="the payload was made with another 'bitwidth'"):
+        c.decode(frame)
+
+
+def test_lengths_are_checked_on_the_host() -> None:
+    c, n = pair("onebit(ef=false)").gpu, 300
+    payload = c.encode(gaussian(n).to(DEVICE), {})
+    for size, wrong in ((n + 200, payload), (n, payload[:-16]), (n, torch.cat([payload] * 2))):
+        with pytest.raises(FrameError, match="the frame has .* bytes; onebit"):
+            c.decode(wrong, out=torch.empty(size, device=DEVICE))
+    with pytest.raises(UsageError, match="needs out="):
+        c.decode(payload, add=True)
+
+
+@pytest.mark.parametrize("case", WIRE, ids=ids)
+def test_frames_damaged_at_random(case: Case) -> None:
+    # What the CPU takes, the GPU takes and decodes alike; what the GPU refuses, the CPU refuses.
+    c, dice, refused = pair(case.expr), random.Random(case.expr), 0
+    for n in (7, 300):
+        x = gaussian(n)
+        whole = c.cpu.encode(x, c.cpu.init(x)).numpy().tobytes()
+        for _ in range(6 if INTERPRETED else 40):
+            data = damaged(dice, case, n, whole)[1]
+            if len(data) != len(whole):
+                continue
+            frame, guarded = torch.frombuffer(data, dtype=torch.uint8), Guarded(n)
+            c.gpu.decode(frame.to(DEVICE), out=guarded.out)
+            assert guarded.intact()
+            message = pending()
+            refused += bool(message)
+            try:
+                right = c.cpu.decode(frame, out=torch.zeros(n))
+            except (FrameError, UsageError):
+                continue
+            assert message == ""
+            assert np.array_equal(guarded.out.cpu().numpy(), right.numpy(), equal_nan=True)
+    assert refused or not case.sparse
+
+
+# --- any program ---------------------------------------------------------------------------------
+
+VARIANTS = (
+    *(PLAIN, Variant(feedback=True)),
+    *(Variant(momentum=True), Variant(feedback=True, momentum=True, nesterov=True)),
+)
+FACTOR = float(os.environ.get("HIPRESS_TEST_PROGRAMS", "1"))
+
+
+@settings(
+    max_examples=max(1, int((14 if INTERPRETED else 10) * FACTOR)),
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(program=programs(most=3))
+def test_random_programs_mean_what_the_reference_means(program: Program) -> None:
+    dice = random.Random(program.text)
+    variant, n = dice.choice(VARIANTS), dice.choice((1, 7, 64, 65, 2049, 5000))
+    note(f"{variant}, n={n}, {program.params}\n{program.text}")
+    try:
+        right, codec = (
+            ProgramCodec(bound(program.text, program.params), name="x", variant=variant,
+                         mu=MU_VALUE, backend=backend)
+            for backend in ("reference", "gpu")
+        )  # fmt: skip
+        state = right.init(torch.empty(n), seed=5, stream=3)
+        for k, value in enumerate(v for v in state.values() if v.dim()):
+            value.copy_(gaussian(n, seed=k))
+        there = moved(state)
+        payload = codec.encode(gaussian(n, seed=9).to(DEVICE), there).cpu()
+    except (NotFusable, BackendError):
+        return
+    want = right.encode(gaussian(n, seed=9), state)
+    if program.exact:
+        assert equal_but_for_zeros(payload, want)
+    pairs = [(there[name].cpu(), value) for name, value in state.items()]
+    for frame in (want, payload):
+        pairs.append((codec.decode(frame.to(DEVICE)).cpu(), right.decode(frame)))
+    for have, value in pairs:
+        if program.exact:
+            assert np.array_equal(have.numpy(), value.numpy(), equal_nan=True)
+        else:
+            size = float(value.abs().nan_to_num(0, 0, 0).max()) if value.numel() else 0.0
+            np.testing.assert_allclose(have, value, rtol=1e-4, atol=1e-5 * size + 1e-30)
+
+
+def equal_but_for_zeros(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bytes are equal but for the sign of a zero: what max(0.0, -0.0) is depends on the backend."""
+    differ = (a != b).nonzero().view(-1).tolist()
+    return all(i % 2 == 1 and {int(a[i]), int(b[i])} == {0x00, 0x80} for i in differ)
