@@ -86,7 +86,7 @@ def num_threads(environ: Environ | None = None) -> int:
 
 
 def backend(environ: Environ | None = None) -> str:
-    """Return the CompLL backend asked for: "auto", "reference" or "cpu"."""
+    """Return the CompLL backend asked for: "auto", "reference", "cpu" or "gpu"."""
     return read(BACKEND, environ)
 
 

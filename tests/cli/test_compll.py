@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,7 @@ def test_check_of_a_lone_function(run, lone, tmp_path):
         ("passes", "pass 1: loop over n\n"),
         ("reference", '"""Reference kernels of TernGrad(bitwidth=2), f32'),
         ("cpu", "@njit(**_JIT)\n"),
+        ("gpu", "@triton.jit\n"),
     ],
 )
 @pytest.mark.parametrize("alone", [False, True])
@@ -128,9 +130,10 @@ def test_show(run, lone, stage, expected, alone):
     code, out, err = run("show", lone if alone else ENCODE, "--stage", stage)
     assert code == 0 and expected in out
     assert err == ("" if stage == "ast" else f"note: {NOTE}\n")
-    if stage in ("reference", "cpu"):
+    if stage in ("reference", "cpu", "gpu"):
         ast.parse(out)
-        assert ("def decode(" in out) == (not alone)
+        name = "decode_sizes" if stage == "gpu" else "decode"
+        assert (f"def {name}(" in out) == (not alone)
 
 
 def test_show_takes_wrappers_parameters_and_dtypes(run):
@@ -141,6 +144,13 @@ def test_show_takes_wrappers_parameters_and_dtypes(run):
     assert "x         bfloat16[n]" in out and "@mu * momentum[i]" in out
     code, out, _ = run("show", "onebit", "--param", "block=64")
     assert code == 0 and "in blocks of 64" in out
+
+
+def test_show_gpu_needs_no_triton(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # an import of it fails
+    code, out, err = run("show", "topk", "--stage", "gpu", "--ef", "--dtype", "f16")
+    assert (code, err) == (0, "")
+    assert out.startswith('"""GPU kernels of TopK(') and ", f16, feedback, made by HiPress" in out
 
 
 def test_show_ast_needs_no_correct_program(run, tmp_path):
@@ -155,9 +165,10 @@ def test_show_ast_needs_no_correct_program(run, tmp_path):
 def test_build_writes_a_package(run, tmp_path):
     code, out, err = run("build", ENCODE, "-o", tmp_path, "--ef")
     assert (code, err) == (0, f"note: {NOTE}\n")
-    files = [tmp_path / "terngrad" / name for name in ("body.py", "wrapper.py", "__init__.py")]
-    assert out.splitlines()[:3] == [f"wrote {file}" for file in files]
-    assert out.splitlines()[3].startswith("import terngrad, with ")
+    names = ("body.py", "body_gpu.py", "launch.py", "wrapper.py", "__init__.py")
+    files = [tmp_path / "terngrad" / name for name in names]
+    assert out.splitlines()[:5] == [f"wrote {file}" for file in files]
+    assert out.splitlines()[5].startswith("import terngrad, with ")
     for file in files:
         assert "made by HiPress CompLL" in file.read_text().splitlines()[0]
         ast.parse(file.read_text())
@@ -169,16 +180,19 @@ def test_build_writes_a_package(run, tmp_path):
         if isinstance(node, ast.Import)
         for name in (alias.name for alias in node.names)
     }
-    assert imports == {"hashlib", "math", "numpy", "struct", "threading", "torch", "zlib"}
+    ours = {"functools", "hashlib", "importlib", "math", "os", "struct", "threading", "zlib"}
+    assert imports == {*ours, "numpy", "torch", "triton"}
 
 
 def test_the_original_commands(run, tmp_path):
     for file in (ENCODE, DECODE):
         code, out, _ = run("build", file, "-b", "-o", tmp_path)
-        assert code == 0 and out == f"wrote {tmp_path / 'terngrad' / 'body.py'}\n"
+        names = ("body.py", "body_gpu.py", "launch.py")
+        lines = [f"wrote {tmp_path / 'terngrad' / name}" for name in names]
+        assert code == 0 and out.splitlines() == lines
     code, _, err = run("build", ENCODE, "-w", "-r", "-f", "torch", "-o", tmp_path)
     assert (code, err) == (0, f"note: {NOTE}\n")
-    assert len(list((tmp_path / "terngrad").iterdir())) == 3
+    assert len(list((tmp_path / "terngrad").iterdir())) == 5
 
 
 def test_build_of_single_parts_says_what_is_missing(run, tmp_path):

@@ -58,15 +58,14 @@ def test_json_is_one_object_with_every_fact(capsys):
     assert 1 <= report["cores"]["usable"] <= report["cores"]["installed"]
     assert 0 < report["memory"]["usable_bytes"] <= report["memory"]["total_bytes"]
     assert report["backends"]["cpu"]["backend"] == "cpu"
-    assert report["backends"]["cuda"]["backend"] is None
+    assert report["backends"]["cuda"]["backend"] == ("gpu" if report["cuda_devices"] else None)
 
 
 def test_the_table_says_which_backend_and_why(capsys):
     code, out, err = run(capsys)
     assert (code, err) == (0, "")
     assert re.search(r"CPU tensors +cpu: HIPRESS_BACKEND is auto, and numba \S+ works", out)
-    assert re.search(r"CUDA tensors +no backend: this version has no GPU backend", out)
-    assert "copy the gradient to the CPU first" in out
+    assert re.search(r"CUDA tensors +(gpu: HIPRESS_BACKEND is auto|no backend: torch sees no)", out)
     for extra in doctor.EXTRAS:
         assert f"extra {extra}" in out
 
@@ -157,9 +156,75 @@ def test_cpu_backend(asked, numba, backend, why):
     assert doctor.cpu_backend(asked, numba) == {"backend": backend, "why": why}
 
 
-def test_cuda_backend_counts_devices():
-    assert "torch sees 2 CUDA device(s)" in doctor.cuda_backend([{}, {}])["why"]
-    assert "torch sees no CUDA device" in doctor.cuda_backend([])["why"]
+ONE = [{"name": "a GPU", "capability": "9.0", "memory_bytes": 2**30}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "triton", "backend", "why"),
+    [
+        ("auto", ONE, "3.6.0", "gpu",
+         "HIPRESS_BACKEND is auto, torch sees 1 CUDA device(s), and Triton is 3.6.0"),
+        ("gpu", ONE * 2, "3.6.0", "gpu",
+         "HIPRESS_BACKEND asks for it, torch sees 2 CUDA device(s), and Triton is 3.6.0"),
+        ("auto", [], "3.6.0", None, "torch sees no CUDA device"),
+        ("gpu", [], "3.6.0", None,
+         "torch sees no CUDA device; set HIPRESS_BACKEND to auto for CPU tensors"),
+        ("auto", ONE, None, None, "torch sees 1 CUDA device(s), but Triton is not installed; add "
+         "it with: pip install 'hipress[gpu]'"),
+        ("cpu", ONE, "3.6.0", None, "HIPRESS_BACKEND=cpu is for CPU tensors only (torch sees 1 "
+         "CUDA device(s)); set it to auto to use both"),
+        ("reference", ONE, None, None, "HIPRESS_BACKEND=reference is for CPU tensors only (torch "
+         "sees 1 CUDA device(s)); set it to auto to use both"),
+        (None, ONE, "3.6.0", None, "HIPRESS_BACKEND has no valid value"),
+    ],
+)  # fmt: skip
+def test_cuda_backend(asked, devices, triton, backend, why):
+    assert doctor.cuda_backend(asked, devices, triton) == {"backend": backend, "why": why}
+
+
+def with_gpus(monkeypatch, devices, triton="3.6.0"):
+    """A machine with these GPUs and this Triton."""
+    facts = {**WORKING, "build": "cuda 13.0", "note": None}
+    monkeypatch.setattr(_machine, "torch_facts", lambda: (facts, devices))
+    version = _machine.package_version
+    found = {"triton": triton}
+    monkeypatch.setattr(_machine, "package_version", lambda n: found.get(n) or version(n))
+    if triton is None:
+        monkeypatch.setattr(_machine, "package_version", lambda n: None)
+
+
+def test_a_gpu_and_triton_are_enough(monkeypatch, capsys):
+    with_gpus(monkeypatch, ONE)
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    assert re.search(r"CPU tensors +cpu: HIPRESS_BACKEND is auto, and numba", out)
+    assert re.search(r"CUDA tensors +gpu: HIPRESS_BACKEND is auto, torch sees 1 CUDA", out)
+
+
+def test_a_gpu_without_triton_shows_the_command(monkeypatch, capsys):
+    with_gpus(monkeypatch, ONE, None)
+    code, out, _ = run(capsys)
+    assert code == 0  # CPU tensors work
+    assert "but Triton is not installed; add it with: pip install 'hipress[gpu]'" in out
+
+
+def test_who_asks_for_the_gpu_gets_it_or_hears_why_not(monkeypatch, capsys):
+    monkeypatch.setenv("HIPRESS_BACKEND", "gpu")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with_gpus(monkeypatch, ONE)
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert "no backend: HIPRESS_BACKEND=gpu is for CUDA tensors only; set it to auto" in out
+    with_gpus(monkeypatch, [])
+    code, _, err = run(capsys)
+    assert code == 1
+    assert err == (
+        "hipress: can not work here: torch sees no CUDA device; set HIPRESS_BACKEND to auto for "
+        "CPU tensors\n"
+    )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "") and "gpu: TRITON_INTERPRET=1: kernels are interpreted" in out
 
 
 def test_import_facts_of_a_missing_package():

@@ -151,7 +151,7 @@ def test_every_option_that_makes_a_kernel_has_a_case(name: str) -> None:
         for option, value in case.options.items():
             tried.setdefault(option, set()).add(value)
     described = hipress.codecs.describe(name).options
-    numbers = {"ratio", "sample", "clip", "momentum", "weight_decay", "warmup", "tau"}
+    numbers = {"ratio", "sample", "workers", "clip", "momentum", "weight_decay", "warmup", "tau"}
     assert set(described) - numbers <= set(tried)
 
 
@@ -179,14 +179,14 @@ def test_wire_bytes(case: Case, n: int) -> None:
         ("none", 7, 64 + 16 + 32),
         ("fp16", 7, 64 + 16 + 16),
         ("bf16", 9, 64 + 16 + 32),
-        ("onebit", 4097, 64 + 16 + 16 + 528),
+        ("onebit", 4097, 64 + 16 + 32 + 528),
         ("onebit(block=64)", 4097, 64 + 16 + 272 + 528),
         ("minmax(bits=1)", 4097, 64 + 16 + 16 + 528),
         ("minmax(bits=2)", 4097, 64 + 16 + 16 + 1040),
         ("minmax(bits=8)", 0, 64 + 16 + 16),
         ("terngrad", 4097, 64 + 16 + 16 + 1040),
         ("int8", 10007, 64 + 16 + 160 + 10016),
-        ("onebit(means=2)", 4097, 64 + 16 + 16 + 16 + 528),
+        ("onebit(means=2)", 4097, 64 + 16 + 32 + 32 + 528),
         ("tbq", 4097, 64 + 16 + 1040),
         ("dithering", 4097, 64 + 16 + 16 + 2064),
         ("dithering(levels=8)", 4097, 64 + 16 + 16 + 4112),

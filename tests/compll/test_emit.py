@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import keyword
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import hipress
 from hipress.codecs import frame
 from hipress.compll.build import parse_program, read_program
 from hipress.compll.derive import Variant
-from hipress.compll.emit import MAX_ARGS, Package, package_name
+from hipress.compll.emit import MARK, MAX_ARGS, Package, package_name
 from hipress.compll.lone import read_any
 from hipress.errors import ProgramError, UsageError
 
@@ -222,7 +223,7 @@ def test_every_changed_byte_of_the_header_is_refused(terngrad):
         (lambda t, p, x: t.encode(x, torch.zeros(100).half(), step=0), "residual is torch.float16"),
         (
             lambda t, p, x: t._wrapper.encode(x.to("meta"), torch.zeros(100), step=0),
-            "x is on meta; these kernels run on the CPU",
+            "x is on meta; these kernels run on the CPU and on CUDA devices: use .cpu()",
         ),
     ],
 )
@@ -334,7 +335,7 @@ def test_the_text_of_a_program_is_data(named):
     for file in folder.glob("*.py"):
         text = file.read_text("utf-8")
         assert text.isascii() and not any(
-            isinstance(node, ast.Import) and any(a.name == "os" for a in node.names)
+            isinstance(node, ast.Attribute) and node.attr == "abort"
             for node in ast.walk(ast.parse(text))
         )
 
@@ -399,6 +400,39 @@ def test_missing_and_foreign_parts_are_told(tmp_path):
     assert other.write(tmp_path, ["body"]).notes == ()
     notes = package.write(tmp_path, ["registration"]).notes
     assert len(notes) == 1 and "body.py is of another build; write it with" in notes[0]
+    assert package.write(tmp_path, ["body"]).notes == ()
+    (tmp_path / "terngrad" / "launch.py").unlink()
+    notes = package.write(tmp_path, ["registration"]).notes
+    assert len(notes) == 1 and "launch.py is not there yet; write it with" in notes[0]
+
+
+def test_the_body_is_for_cpu_and_gpu(tmp_path):
+    package = Package(bound=read_program(SEED).bind({"bitwidth": 2}))
+    written = package.write(tmp_path, ["body"])
+    assert [p.name for p in written.files] == ["body.py", "body_gpu.py", "launch.py"]
+    assert written.notes == ()
+    cpu, gpu, launch = (p.read_text("utf-8") for p in written.files)
+    assert "@njit" in cpu and "@triton.jit" in gpu and "class Kernels:" in launch
+    for text in (cpu, gpu, launch):
+        assert MARK in text.partition("\n")[0] and not re.search(r"(import|from) hipress", text)
+    (tmp_path / "terngrad" / "launch.py").write_text("KEEP = 1\n")
+    with pytest.raises(UsageError, match="launch.py exists and was not made by HiPress CompLL"):
+        package.write(tmp_path, ["body"])
+
+
+def test_a_program_that_no_gpu_runs_has_a_body_for_the_cpu(tmp_path):
+    text = (
+        "void XEncode(float* g, uint8* c) { per (262144) { float m = reduce(g, 0.0, max); }"
+        " c = concat(m); }"
+        "void XDecode(uint8* c, float* g) { float m[blocks(g.size, 262144)]; extract(c, m);"
+        " per (262144) { g = map(range(g.size), [&](int i) -> float { return m; }); } }"
+    )
+    package = Package(bound=parse_program(text).bind({}))
+    written = package.write(tmp_path)
+    assert [p.name for p in written.files] == ["body.py", "wrapper.py", "__init__.py"]
+    (note,) = written.notes
+    assert note.startswith("no kernels for a GPU: a block of 262144 elements does not fit")
+    assert "_HAS_GPU = False\n" in package.text("wrapper")
 
 
 def test_a_file_of_someone_else_is_kept(tmp_path):

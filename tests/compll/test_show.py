@@ -136,7 +136,7 @@ def test_the_seed_program():
 def test_filters_sorts_scans_and_scatters():
     shown = show_passes(kernels("topk", FEEDBACK, exact=1))
     for line in (
-        "s0 = int(min(float(n), max(1.0, ratio * float(n))))",
+        "s0 = int(min(float(n), workers * float(int(max(1.0, ratio * float(n))))))",
         "sorted0 = temp0 in ascending order, only [n - s0]",
         "temp1[i] = temp1[i - 1] + int(abs(x[i] + @rho * residual[i]) == sorted0[n - s0]), "
         "the first from 0",
@@ -147,7 +147,7 @@ def test_filters_sorts_scans_and_scatters():
         "pass 1: scatter over section0[0]",
         "out = 0",
         "out[section1[clamp(i)]] += @alpha * section2[clamp(i)]",
-        "parameters: ratio, sample, @alpha",
+        "parameters: ratio, sample, workers, @alpha",
     ):
         assert f" {line}\n" in shown
     assert "bits32#0(i)" in show_passes(kernels("topk"))
@@ -165,7 +165,7 @@ def test_a_fold_of_its_own_and_brackets_only_where_needed():
         void XDecode(uint8* c, float* g) { float v[g.size]; extract(c, v); g = v; }
         """
     )
-    assert "f0 = fold over n of x[i], from 1.0 by (carry, item) -> carry * item - item / 2.0" in (
+    assert "f0 = fold over n of x[i], from 1.0 by (carry, item) -> carry * item - item * 0.5" in (
         shown
     )
     assert "-(x[i] - (f0 - 1.0)) * (x[i] + f0) * 2.0" in shown

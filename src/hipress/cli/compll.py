@@ -52,7 +52,9 @@ def compll() -> None:
 @app.command(epilog="Example: hipress compll build TernGradEncode.pse -o ops --param bitwidth=4")
 def build(
     file: _File,
-    body: Annotated[bool, typer.Option("-b", help="Write the body: rendered kernels.")] = False,
+    body: Annotated[
+        bool, typer.Option("-b", help="Write the bodies: kernels for CPU and GPU.")
+    ] = False,
     wrapper: Annotated[
         bool, typer.Option("-w", help="Write the wrapper: functions on tensors.")
     ] = False,
@@ -97,7 +99,7 @@ def build(
 def show(
     file: _File,
     stage: Annotated[
-        Literal["ast", "passes", "reference", "cpu"],
+        Literal["ast", "passes", "reference", "cpu", "gpu"],
         typer.Option(help="The tree, the list of passes, or what a backend makes of them."),
     ] = "passes",
     param: _Params = None,

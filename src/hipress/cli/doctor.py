@@ -1,6 +1,7 @@
 """`hipress doctor`: what this machine has, what is missing, and which backend will be used."""
 
 import json
+import os
 import platform
 import shlex
 import sys
@@ -17,6 +18,7 @@ from hipress.errors import HipressError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "data": ("scikit-learn",),
+    "gpu": ("triton",),
     "jax": ("jax",),
     "lab": ("pyroute2",),
     "mxnet": ("mxnet",),
@@ -50,15 +52,22 @@ def examine() -> Facts:
     """Return everything the doctor knows, as plain values ready for JSON."""
     torch, devices = _machine.torch_facts()
     numba = _machine.import_facts("numba")
+    triton = _machine.package_version("triton")
     problems = []
     if torch["error"]:
         problems.append(f"torch can not be imported ({torch['error']}); install it with pip")
     values, cache = _settings(problems)
     asked = values[settings.BACKEND.name]
-    cpu = cpu_backend(asked["text"] if asked["valid"] else None, numba)
-    if cpu["backend"] is None and asked["valid"]:
-        problems.append(cpu["why"])
-    if cpu["backend"] == "cpu" and cache and not cache["writable"]:
+    wanted = asked["text"].lower() if asked["valid"] else None
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1" and triton is not None
+    cpu = cpu_backend(wanted, numba, interpreted=interpreted)
+    cuda = cuda_backend(wanted, devices, triton)
+    if asked["valid"]:
+        # Where both are there, either is enough; HIPRESS_BACKEND may ask for one of them.
+        choice = cuda if wanted == "gpu" and cpu["backend"] is None else cpu
+        if choice["backend"] is None:
+            problems.append(choice["why"])
+    if {cpu["backend"], cuda["backend"]} & {"cpu", "gpu"} and cache and not cache["writable"]:
         problems.append(
             f"the cache folder can not be written ({cache['error']}); "
             f"set {settings.CACHE_DIR.name} to a folder that can"
@@ -70,7 +79,7 @@ def examine() -> Facts:
         "python": {"version": platform.python_version(), "implementation": sys.implementation.name},
         "torch": torch,
         "numba": numba,
-        "triton": {"version": _machine.package_version("triton")},
+        "triton": {"version": triton},
         "cuda_devices": devices,
         "cores": _machine.core_facts(),
         "memory": _machine.memory_facts(),
@@ -82,22 +91,30 @@ def examine() -> Facts:
         ],
         "extras": _extras(),
         "lab": _lab(),
-        "backends": {"cpu": cpu, "cuda": cuda_backend(devices)},
+        "backends": {"cpu": cpu, "cuda": cuda},
     }
 
 
-def cpu_backend(asked: str | None, numba: Facts) -> Facts:
+def cpu_backend(asked: str | None, numba: Facts, *, interpreted: bool = False) -> Facts:
     """Return the backend that CPU tensors will get, or None for it, and why.
 
     Args:
         asked: The value of HIPRESS_BACKEND; None if it is not valid.
         numba: What `import_facts` found out about numba.
+        interpreted: Whether Triton runs kernels for a GPU on the CPU.
     """
     name = settings.BACKEND.name
     if asked is None:
         return {"backend": None, "why": f"{name} has no valid value"}
     if asked == "reference":
         return {"backend": "reference", "why": f"{name}=reference asks for it; it is slow"}
+    if asked == "gpu" and interpreted:
+        return {"backend": "gpu", "why": "TRITON_INTERPRET=1: kernels are interpreted, for tests"}
+    if asked == "gpu":
+        return {
+            "backend": None,
+            "why": f"{name}=gpu is for CUDA tensors only; set it to auto to use both",
+        }
     if numba["error"]:
         return {
             "backend": None,
@@ -108,13 +125,33 @@ def cpu_backend(asked: str | None, numba: Facts) -> Facts:
     return {"backend": "cpu", "why": f"{name} {reason}, and numba {numba['version']} works"}
 
 
-def cuda_backend(devices: list[Facts]) -> Facts:
-    """Return the backend that CUDA tensors will get (none in this version), and why."""
-    seen = f"torch sees {len(devices)} CUDA device(s)" if devices else "torch sees no CUDA device"
-    return {
-        "backend": None,
-        "why": f"this version has no GPU backend ({seen}); copy the gradient to the CPU first",
-    }
+def cuda_backend(asked: str | None, devices: list[Facts], triton: str | None) -> Facts:
+    """Return the backend that CUDA tensors will get, or None for it, and why.
+
+    Args:
+        asked: The value of HIPRESS_BACKEND; None if it is not valid.
+        devices: What torch sees, one entry for each CUDA device.
+        triton: The version of Triton; None if it is not installed.
+    """
+    name = settings.BACKEND.name
+    if asked is None:
+        return {"backend": None, "why": f"{name} has no valid value"}
+    if not devices:
+        rest = f"; set {name} to auto for CPU tensors" if asked == "gpu" else ""
+        return {"backend": None, "why": f"torch sees no CUDA device{rest}"}
+    seen = f"torch sees {len(devices)} CUDA device(s)"
+    if asked in ("reference", "cpu"):
+        return {
+            "backend": None,
+            "why": f"{name}={asked} is for CPU tensors only ({seen}); set it to auto to use both",
+        }
+    if triton is None:
+        return {
+            "backend": None,
+            "why": f"{seen}, but Triton is not installed; add it with: pip install 'hipress[gpu]'",
+        }
+    reason = "is auto" if asked == "auto" else "asks for it"
+    return {"backend": "gpu", "why": f"{name} {reason}, {seen}, and Triton is {triton}"}
 
 
 def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:

@@ -48,6 +48,9 @@ class GpuKernels:
         if x.numel() == 0:
             out.zero_()
             out[: frame.frame_bytes([0])] = self.header(0, device)
+            if self._loaded.encode.random:
+                assert state is not None
+                out[8:16].view(torch.int64).copy_(state["step"])
             return
         params = codec.bound.floats(self._loaded.encode, {MU: codec.mu})
         sizes = self._encode.sizes([Gradient(x.numel(), params, frame.frame_bytes([0]))], device)

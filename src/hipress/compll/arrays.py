@@ -100,6 +100,8 @@ class Computed:
     length: Expr
     elem: ElemType
     at: Callable[[Expr], Expr]
+    distinct: bool = False
+    """Whether no two elements can be equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,8 @@ class Draft:
     scans: list[tuple[Fold, Array]] = field(default_factory=list)
     spreads: list[tuple[Array, Expr, Expr, Expr, bool]] = field(default_factory=list)
     """Target, length, index, value, whether it starts from zero."""
+    distinct: set[Array] = field(default_factory=set)
+    """Targets that get at most one value at each index."""
     requires: list[Require] = field(default_factory=list)
     temps: list[Array] = field(default_factory=list)
     folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
@@ -403,6 +407,8 @@ class Draft:
         with self.unblocked():
             pair = (value.index.at(ix), value.value.at(ix))
         self.spreads.append((target, value.index.length, *pair, clear))
+        if isinstance(value.index, Computed) and value.index.distinct:
+            self.distinct.add(target)
 
     def scanned(self, fold: Fold, elem: ElemType) -> Array:
         """A running reduction in memory."""

@@ -26,7 +26,7 @@ from hipress.compll.ir import Kernel
 from hipress.compll.parse import fail, parse
 from hipress.compll.render import HOST_PRELUDE, body_bytes_source
 from hipress.compll.scope import Param, ParamValue
-from hipress.errors import BackendError, UsageError
+from hipress.errors import BackendError, MissingDependencyError, UsageError
 
 BACKENDS = {
     "reference": "hipress.compll.reference",
@@ -155,6 +155,7 @@ class Bound:
             if kernel is None:
                 _merges[key] = None
             else:
+                _need_triton()
                 title = f"{count} frames of {worker.program.name}, averaged and encoded by "
                 source = renderer("gpu").render((kernel,), title=title + self.program.name)
                 module = import_source(source, f"{self.program.name.lower()}_merge_gpu")
@@ -206,11 +207,19 @@ def _load(bound: Bound, backend: str, dtype: str, variant: Variant) -> Loaded:
     static = tuple(sorted(bound.static.items()))
     key = (bound.program.text, bound.program.name, static, backend, dtype, variant)
     if key not in _loaded:
+        if backend == "gpu":
+            _need_triton()
         kernels = bound.kernels(dtype=dtype, variant=variant)
         source = renderer(backend).render(kernels, title=bound.title(dtype, variant))
         module = import_source(source, f"{bound.program.name.lower()}_{backend}")
         _loaded[key] = Loaded(module, kernels[0], kernels[1])
     return _loaded[key]
+
+
+def _need_triton() -> None:
+    """Says in one sentence what generated GPU code would stumble on."""
+    if importlib.util.find_spec("triton") is None:
+        raise MissingDependencyError("triton", "gpu")
 
 
 def import_source(source: str, stem: str) -> ModuleType:

@@ -1,6 +1,8 @@
 """An importable package for a framework: kernels, plain functions, registered operators.
 
     NAME/body.py       the rendered cpu kernels: numpy and numba
+    NAME/body_gpu.py   the rendered gpu kernels: Triton, imported when a CUDA tensor comes
+    NAME/launch.py     what starts them
     NAME/wrapper.py    encode, decode, decode_add and wire_bytes on torch tensors
     NAME/__init__.py   the same as `torch.library` operators: import NAME, and they exist
 
@@ -14,21 +16,33 @@ import keyword
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
 from pathlib import Path
 
 from hipress.compll.build import Bound
 from hipress.compll.derive import ALPHA, MU, PLAIN, RHO, Variant
 from hipress.compll.emit_functions import Function, call_args, functions, signature, tuple_text
-from hipress.compll.emit_torch import OPERATOR, REGISTRATION, SUPPORT, WRAPPER_HEAD
+from hipress.compll.emit_torch import (
+    GPU_SUPPORT,
+    OPERATOR,
+    REGISTRATION,
+    SUPPORT,
+    WRAPPER_HEAD,
+)
 from hipress.compll.ir import Kernel
 from hipress.compll.lone import Lone
-from hipress.errors import UsageError
+from hipress.errors import BackendError, UsageError
 
 FRAMEWORKS = ("torch",)
 """What `-f` takes."""
 
-PARTS = {"body": "body.py", "wrapper": "wrapper.py", "registration": "__init__.py"}
-"""Part of a package: its file; each needs those before it."""
+PARTS = {
+    "body": ("body.py", "body_gpu.py", "launch.py"),
+    "wrapper": ("wrapper.py",),
+    "registration": ("__init__.py",),
+}
+"""Part of a package: its files; each needs those before it."""
 
 MAX_ARGS = 64
 """Most arguments of an operator, a limit of torch."""
@@ -71,8 +85,30 @@ class Package:
         """What it is imported as."""
         return package_name(self.bound.program.name)
 
+    @cached_property
+    def _gpu(self) -> tuple[str, str]:
+        """The text of the gpu kernels, and why there are none; one of the two is empty."""
+        try:
+            return self.bound.source("gpu", variant=self.variant), ""
+        except BackendError as error:
+            return "", str(error)
+
+    @property
+    def no_gpu(self) -> str:
+        """Why the program has no gpu kernels; empty where it has some."""
+        return self._gpu[1]
+
+    def texts(self, part: str) -> dict[str, str]:
+        """The files of one of `PARTS`, and their texts."""
+        if part != "body":
+            return {PARTS[part][0]: self.text(part)}
+        texts = [self.text(part)]
+        if not self.no_gpu:
+            texts += [self._gpu[0], _LAUNCH.format(mark=MARK) + _runtime()]
+        return dict(zip(PARTS[part], texts, strict=False))
+
     def text(self, part: str) -> str:
-        """The text of one of `PARTS`."""
+        """The text of the first file of one of `PARTS`."""
         if part == "body":
             return self.bound.source("cpu", variant=self.variant)
         program = self.bound.program
@@ -98,21 +134,23 @@ class Package:
         """
         folder = directory / self.name
         last = max(list(PARTS).index(part) for part in parts)
-        texts = {part: self.text(part) for part in list(PARTS)[: last + 1]}
-        paths = {part: folder / PARTS[part] for part in texts}
-        for part in parts:
-            _refuse_foreign(paths[part])
+        texts = {part: self.texts(part) for part in list(PARTS)[: last + 1]}
+        asked = {folder / f: text for part in parts for f, text in texts[part].items()}
+        for path in asked:
+            _refuse_foreign(path)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for part in parts:
-                paths[part].write_text(texts[part], encoding="utf-8")
+            for path, text in asked.items():
+                path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UsageError(
                 f"cannot write to {folder} ({error.strerror}); choose another -o."
             ) from error
-        notes = (_missing(paths[part], texts[part], part) for part in texts)
+        notes = [_missing(folder, texts[part], part) for part in texts]
+        if "body" in parts and self.no_gpu:
+            notes.append(f"no kernels for a GPU: {self.no_gpu}")
         return Written(
-            files=tuple(paths[part] for part in texts if part in parts),
+            files=tuple(folder / f for part in texts if part in parts for f in texts[part]),
             notes=tuple(note for note in notes if note),
         )
 
@@ -141,18 +179,28 @@ def _refuse_foreign(path: Path) -> None:
         raise UsageError(f"{path} exists and was not {MARK}; move it or choose another -o.")
 
 
-def _missing(path: Path, text: str, part: str) -> str:
-    try:
-        found = path.read_text("utf-8") if path.exists() else None
-    except (OSError, UnicodeDecodeError):
-        found = ""
-    if found == text:
-        return ""
-    state = "is not there yet" if found is None else "is of another build"
-    return f"{path} {state}; write it with hipress compll build -{part[0]}."
+def _missing(folder: Path, texts: dict[str, str], part: str) -> str:
+    """What is wrong with the files of a part, if anything: one sentence."""
+    for name, text in texts.items():
+        path = folder / name
+        try:
+            found = path.read_text("utf-8") if path.exists() else None
+        except (OSError, UnicodeDecodeError):
+            found = ""
+        if found != text:
+            state = "is not there yet" if found is None else "is of another build"
+            return f"{path} {state}; write it with hipress compll build -{part[0]}."
+    return ""
 
 
 # Files.
+
+_LAUNCH = "# {mark}: edit the program, not this file.\n"
+
+
+def _runtime() -> str:
+    """What starts gpu kernels: it imports nothing of ours, so it is copied as it is."""
+    return resources.files("hipress.compll.gpu").joinpath("runtime.py").read_text("utf-8")
 
 
 def _wrapper(made: tuple[Function, ...], package: Package) -> str:
@@ -167,11 +215,13 @@ def _wrapper(made: tuple[Function, ...], package: Package) -> str:
         values=tuple_text(f'("{name}", {value})' for name, value in values.items()),
         encode_order=_order(bound, encode),
         decode_order=_order(bound, decode),
+        gpu=not package.no_gpu,
+        ratio=package.variant.feedback,
     )
     for f in made:
         text += f"\n\ndef {f.name}(\n{signature(f.args)}) -> {f.returns}:\n"
         text += f'    """{_docstring(f.about)}"""\n    {f.body}\n'
-    return text + SUPPORT
+    return text + SUPPORT + GPU_SUPPORT
 
 
 def _registration(made: tuple[Function, ...], package: Package) -> str:

@@ -131,7 +131,7 @@ def functions(
                 *ours,
             ),
             returns=_TENSOR,
-            about="The frame of `x` (float32, float16 or bfloat16, on the CPU, any shape)."
+            about="The frame of `x` (float32, float16 or bfloat16, on CPU or GPU, any shape)."
             + _about_states([state.name for state in states])
             + (_ABOUT_RANDOM if kernel.random else "")
             + told,
@@ -151,7 +151,7 @@ def functions(
             args=(payload, Arg("out", _TENSOR, keyword=False), alpha, *params),
             returns="None",
             about="Adds `alpha` times what a frame holds to `out` (float32, contiguous)." + told,
-            body=f"_decode_into(_body.decode_add, payload, out, alpha, {floats})",
+            body=f'_decode_into("decode_add", payload, out, alpha, {floats})',
             fake="return None",
         ),
         Function(

@@ -156,6 +156,12 @@ class Graph:
             return a  # exact for every float, -0.0 among them
         if op == "div" and b.op == "const" and _is_power(b.attr):
             return self.binary("mul", a, self.const(1.0 / b.attr))  # the same bits, and cheaper
+        if op == "mul" and "select" in (a.op, b.op):
+            factor, choice = (a, b) if b.op == "select" else (b, a)
+            if max(factor.variance, *(x.variance for x in choice.args[1:])) < choice.variance:
+                # Once for each block, not for each element; the same bits.
+                yes, no = (self.binary("mul", factor, x) for x in choice.args[1:])
+                return self.select(choice.args[0], yes, no)
         if op == "min" and (a.op == "const") != (b.op == "const"):
             value, limit = (b, a) if a.op == "const" else (a, b)
             if value.op == "int" and value.args[0].type == "float" and 0 <= limit.attr <= 2**24:
@@ -353,6 +359,10 @@ def _never_negative(e: Expr) -> bool:
         return all(_never_negative(a) for a in e.args[1:])
     if e.op == "max":
         return any(_never_negative(a) for a in e.args)
+    if e.op == "fold":
+        f = e.attr
+        starts = f.kind in ("sum", "max") and f.init.op == "const" and f.init.attr >= 0
+        return starts and (f.kind == "max" or _never_negative(f.body))
     return e.op in ("float", "floor") and (
         _never_negative(e.args[0]) if e.op == "floor" else e.args[0].lo >= 0
     )

@@ -257,6 +257,8 @@ class Scatter:
     array: Array
     clear: bool
     """Whether the array starts from zero."""
+    distinct: bool = False
+    """Whether no two indices can be equal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,7 +300,8 @@ def sample_(player: Expressions, node: ast.Call, env: Env) -> Binding:
         draw = g.binary("shr", g.binary("mul", g.bits32(ix, site, key), size), g.const(32))
         return array.at(g.binary("add", start, draw))
 
-    return Computed(m, array.elem, at)
+    probe = g.idx(n)
+    return Computed(m, array.elem, at, distinct=array.at(probe) is probe)
 
 
 def gather_(player: Expressions, node: ast.Call, env: Env) -> Binding:

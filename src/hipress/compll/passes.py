@@ -284,7 +284,7 @@ class _Scheduler:
             self.fixed.append((self._level(fold), fold.exprs, Scan(fold, array)))
         for spread in d.spreads:
             array, length, index, value, clear = spread
-            scatter = Scatter(length, index, value, array, clear)
+            scatter = Scatter(length, index, value, array, clear, array in d.distinct)
             self.fixed.append((self._level(spread), [index, value], scatter))
 
     def _place_states(self) -> None:

@@ -66,7 +66,10 @@ TASKS = {
         rate=0.05,
     ),
 }
-"""By the name of the data set. Chosen with uncompressed runs only."""
+"""By the name of the data set.
+
+The rate was chosen with uncompressed runs only; the number of steps by the time that runs take.
+"""
 
 
 def task(name: str) -> Task:

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from hipress.compll.gpu import prelude
 from hipress.compll.gpu.passes import print_check, print_pass
+from hipress.compll.gpu.points import Corrected, correct_scatters, print_corrections
 from hipress.compll.gpu.shared import BODY, Launch, Shared
 from hipress.compll.ir import Kernel
 from hipress.compll.render import (
@@ -74,8 +75,13 @@ def _kernel(kernel: Kernel) -> str:
         _start(shared, places, passes)
     else:
         print_check(shared, passes)
-    for k, p in enumerate(kernel.passes):
-        print_pass(shared, f"_{kernel.name}_p{k}", p, passes)
+    for k, p in enumerate(correct_scatters(shared, kernel.passes)):
+        name = f"_{kernel.name}_p{k}"
+        if isinstance(p, Corrected):
+            print_pass(shared, name, p.loop, passes)
+            print_corrections(shared, f"{name}_correct", p, passes)
+        else:
+            print_pass(shared, name, p, passes)
     out = Lines()
     for _, source in shared.functions.values():
         out.text += source.rstrip("\n").split("\n") + ["", ""]
@@ -147,13 +153,15 @@ def _sizes(shared: Shared, places: list[Place], sizes: Lines) -> str:
     sizes(f"ints = ({', '.join(ints)},)")
     sizes(f"floats = ({', '.join(floats)},)")
     sizes(f"grids = ({', '.join(launch.grid for launch in shared.launches)},)")
-    sizes("return ints, floats, used, zeroed, grids")
+    lengths = (launch.length for launch in shared.launches)
+    sizes(f"lengths = ({', '.join(lengths)},)")
+    sizes("return ints, floats, used, zeroed, grids, lengths")
     out = Lines()
     out(f"def {kernel.name}_sizes(n, params, place, at, header_words, used, zeroed):")
     out.text += sizes.text
     out()
     out()
-    launches = ", ".join(f"({launch.name}, {launch.warps})" for launch in shared.launches)
+    launches = ", ".join(f"({x.name}, {x.warps}, {x.span})" for x in shared.launches)
     out(f"{kernel.name}_launches = ({launches},)")
     messages = ("an index is out of range", "its header is not that of such a frame")
     out(f"{kernel.name}_refusals = {(*messages, *(r.message for r in kernel.requires))!r}")

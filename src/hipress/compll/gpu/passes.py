@@ -5,7 +5,7 @@ from __future__ import annotations
 from hipress.compll.gpu.points import WORDS, marked_words, print_points, told
 from hipress.compll.gpu.shared import Known, Launch, Shared, identity
 from hipress.compll.gpu.spell import RANDOM, TYPES, cast, loaded, stored, wide
-from hipress.compll.gpu.tiles import Tile, combine_name, combined, domain
+from hipress.compll.gpu.tiles import Tile, combine_name, combined, domain, print_kernel
 from hipress.compll.ir import (
     Array,
     Compact,
@@ -62,20 +62,6 @@ def _tiles_text(shared: Shared, length: Expr, span: int) -> str:
     return f"-(-{shared.length_text(length)} // {span})"
 
 
-def _kernel(shared: Shared, name: str, tile: Tile, grid: str, out: Lines) -> None:
-    """Prints the kernel that runs a tile's function, with a mask for the last tile only."""
-    shared.head(name, out)
-    known = shared.known([tile.length])
-    shared.views(out, loads([tile.length]), {})
-    out(f"length = {domain(shared, tile.length, out, known)}")
-    out(f"if (t + 1) * {tile.span} <= length:")
-    out(f"    {name}_tile(t, {shared.args}, False)")
-    out(f"elif t * {tile.span} < length:")
-    out(f"    {name}_tile(t, {shared.args}, True)")
-    _end(out)
-    shared.launches.append(Launch(name, grid, tile.warps))
-
-
 def _loop(shared: Shared, name: str, p: Loop, out: Lines) -> None:
     roots = pass_exprs(p)
     stores = [s for phase in p.phases for s in phase.stores]
@@ -89,7 +75,7 @@ def _loop(shared: Shared, name: str, p: Loop, out: Lines) -> None:
     tile.block_store(p.block_stores, out, known)
     _end(out)
     grid = _tiles_text(shared, p.length, tile.span)
-    _kernel(shared, name, tile, grid, out)
+    print_kernel(shared, name, tile, grid, out)
     _join(shared, name, folds, grid, out, tile)
 
 
@@ -363,7 +349,7 @@ def _scatter(shared: Shared, name: str, p: Scatter, out: Lines) -> None:
         new = stored(p.array, f"({old} + value)")
         out(f"tl.store({p.array.name} + at, {new}, mask=there)")
     _end(out)
-    _kernel(shared, name, tile, _tiles_text(shared, p.length, tile.span), out)
+    print_kernel(shared, name, tile, _tiles_text(shared, p.length, tile.span), out)
 
 
 def _clear(shared: Shared, name: str, array: Array, size: str, decodes: bool, out: Lines) -> None:
@@ -382,7 +368,7 @@ def _clear(shared: Shared, name: str, array: Array, size: str, decodes: bool, ou
         out('value = tl.where(tl.load(frame + 6) != 0, float("nan"), value)')
     out(f"tl.store({array.name} + t * {span} + offs, {stored(array, 'value')}, mask=live)")
     _end(out)
-    _kernel(shared, name, tile, f"-(-{size} // {span})", out)
+    print_kernel(shared, name, tile, f"-(-{size} // {span})", out)
 
 
 def _spoil(shared: Shared, name: str, array: Array, size: str, out: Lines) -> None:
@@ -444,7 +430,7 @@ def _scan_ints(shared: Shared, name: str, p: Scan, out: Lines) -> None:
     [item] = tile.bodies([f], out, known)
     out(f"tl.store({parts} + t, tl.sum({item}))")
     _end(out)
-    _kernel(shared, f"{name}_sums", tile, num_tiles, out)
+    print_kernel(shared, f"{name}_sums", tile, num_tiles, out)
     shared.head(f"{name}_before", out)
     out(f"_sums_before({parts}, {shared.size(('parts', name), num_tiles)})")
     _end(out)
@@ -455,7 +441,7 @@ def _scan_ints(shared: Shared, name: str, p: Scan, out: Lines) -> None:
     out(f"found = {cast(f'({init})', 'i64')} + tl.load({parts} + t) + tl.cumsum({item}, axis=1)")
     out(f"tl.store({p.array.name} + start + offs, {stored(p.array, 'found')}, mask=live)")
     _end(out)
-    _kernel(shared, name, tile, num_tiles, out)
+    print_kernel(shared, name, tile, num_tiles, out)
 
 
 def _order(shared: Shared, name: str, p: Select | Sorting, out: Lines) -> None:

@@ -6,9 +6,24 @@ the bits of all words side by side: as many rounds as the fullest word has marks
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from hipress.compll.gpu.shared import Known, Launch, Shared
 from hipress.compll.gpu.spell import RANDOM, cast, loaded, rep, stored
-from hipress.compll.ir import Array, Compact, Expr, Store, walk
+from hipress.compll.gpu.tiles import Tile, print_kernel
+from hipress.compll.ir import (
+    Array,
+    Compact,
+    Expr,
+    Loop,
+    Pass,
+    Phase,
+    Scatter,
+    Store,
+    pass_exprs,
+    pass_stores,
+    walk,
+)
 from hipress.compll.render import Lines, loads, print_values
 
 WORDS = 1024
@@ -120,3 +135,112 @@ def _values(
         out(f"tl.store({s.array.name} + rank, {stored(s.array, name)}, mask=taken)")
     for s, name in zip(stores, names[len(p.emits) :], strict=True):
         out(f"tl.store({s.array.name} + i, {stored(s.array, name)}, mask=taken)")
+
+
+# A scatter whose result only says what single elements send.
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """A loop that runs as if a scatter had set nothing, and the few elements where it did."""
+
+    loop: Loop
+    scatter: Scatter
+    values: Array
+    """Where the scattered values lie: the payload."""
+    states: tuple[tuple[Store, Expr], ...]
+    """What the loop writes where the scatter sets something, and what it writes elsewhere."""
+    read: Expr
+    """The element of the scattered array, in those values."""
+
+
+def correct_scatters(shared: Shared, passes: tuple[Pass, ...]) -> list[Pass | Corrected]:
+    """Replaces scatters into memory between passes where that memory can be saved.
+
+    The array would be as long as the gradient, written and read to change one element in a
+    hundred. Instead the loop leaves in its state what an element that is not sent leaves, and
+    a pass over the few others corrects theirs.
+    """
+    out: list[Pass | Corrected] = list(passes)
+    for p in passes:
+        if not isinstance(p, Scatter) or not (p.clear and p.distinct):
+            continue
+        users = [q for q in passes if p.array in loads(pass_exprs(q)) and q is not p]
+        written = [s.array for q in passes for s in pass_stores(q) if s.value is p.value]
+        if len(users) != 1 or not isinstance(users[0], Loop) or not written:
+            continue
+        corrected = _corrected(shared, p, users[0], written[0])
+        if corrected is not None:
+            out[out.index(users[0])] = corrected
+            out.remove(p)
+    return out
+
+
+def _corrected(shared: Shared, p: Scatter, loop: Loop, values: Array) -> Corrected | None:
+    if loop.block is not None or len(loop.phases) != 1 or loop.block_stores:
+        return None
+    g, phase = shared.graph, loop.phases[0]
+    reads = [
+        e for e in walk(pass_exprs(loop)) if e.op in ("load", "load_clamped") and e.attr is p.array
+    ]
+    if len(reads) != 1 or reads[0].op != "load" or reads[0].args[0].op != "idx":
+        return None
+    read = reads[0]
+    if any(read in walk(f.exprs) for f in phase.folds):
+        return None
+    stores, states = [], []
+    for s in phase.stores:
+        if read not in walk([s.value]):
+            stores.append(s)
+            continue
+        value = g.substitute(s.value, {read: g.const(0.0)})
+        if value.op != "select" or value.args[0].op != "finite" or s.array.storage != "f32":
+            return None
+        rest = value.args[0].args[0]
+        if set(loads([rest])) != set(loads([p.value])):
+            return None
+        stores.append(Store(s.array, value))
+        states.append((s, rest))
+    quiet = replace(loop, phases=(Phase(phase.folds, tuple(stores)),))
+    return Corrected(quiet, p, values, tuple(states), read)
+
+
+def print_corrections(shared: Shared, name: str, p: Corrected, out: Lines) -> None:
+    """Prints the kernel that corrects the states of the elements that a scatter sets."""
+    scatter = p.scatter
+    tile = Tile(shared, scatter.length, None, [scatter.index], [], elements=1024)
+    known = tile.open(f"{name}_tile", out, [p.values, *(s.array for s, _ in p.states)])
+    [index] = tile.print([scatter.index], out, known)
+    out(f"at = {cast(tile.whole(index, scatter.index), 'i64')}")
+    out(f"value = tl.load({p.values.name} + start + offs, mask=live)")
+    # A value that is not finite was not taken out of the state either.
+    size = shared.size(("size", name), shared.length_text(p.loop.length))
+    out(f"there = (at >= 0) & (at < {size})")
+    out("there = there & _finite(value)")
+    out("if TAIL:")
+    out("    there = there & live")
+    names = []
+    for s, rest in p.states:
+        inside: Known = shared.known([s.value]) | {p.read: "value"}
+        old = shared.fresh()
+        out(f"{old} = tl.load({s.array.name} + at, mask=there)")
+        inside[rest] = old
+
+        def spell(e: Expr, args: list[str]) -> str:
+            if e.op == "idx":
+                return "at" if rep(e) == "i64" else cast("at", "i32")
+            if e.op == "load" and e.args[0].op == "idx":  # where the new value is not finite
+                return "0.0"
+            return shared.spell(e, args)
+
+        # The state's old value is not read again: `rest` stands for all that was made of it.
+        print_values([s.value], out, spell, inside, shared.fresh)
+        names.append(inside[s.value])
+    for (s, _), text in zip(p.states, names, strict=True):
+        out(f"tl.store({s.array.name} + at, {stored(s.array, f'({text})')}, mask=there)")
+    out.depth = 0
+    out()
+    out()
+    print_kernel(
+        shared, name, tile, f"-(-{shared.length_text(scatter.length)} // {tile.span})", out
+    )

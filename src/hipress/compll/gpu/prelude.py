@@ -63,9 +63,10 @@ def _quotient(a: Any, b: Any) -> Any:
             q = tl.div_rn(a, b)
         else:
             r = tl.div_rn(tl.full((), 1.0, tl.float32), b)
+            minus = -b
             q = a * r
-            q = tl.fma(tl.fma(-q, b, a), r, q)
-            q = tl.fma(tl.fma(-q, b, a), r, q)
+            q = tl.fma(tl.fma(q, minus, a), r, q)
+            q = tl.fma(tl.fma(q, minus, a), r, q)
     else:
         q = tl.div_rn(a, b)
     return q
@@ -193,10 +194,26 @@ def _rng(seed: Any, stream: Any, step: Any) -> Any:
 
 
 def _words(group: Any, site: tl.constexpr, rng: Any) -> Any:
-    """Philox4x32-10 (Salmon et al., SC'11): four words for each group of four elements."""
-    c0 = group.to(tl.uint32)
-    zero = c0 * 0
-    return tl.philox(rng[0], c0, zero + site, zero + rng[2], zero + rng[1])
+    """Philox4x32-10 (Salmon et al., SC'11): four words for each group of four elements.
+
+    A product of 64 bits gives both halves in one instruction.
+    """
+    a = group.to(tl.uint32)
+    b = tl.zeros_like(a) + site
+    c = tl.zeros_like(a) + rng[2]
+    d = tl.zeros_like(a) + rng[1]
+    x = rng[0].to(tl.uint32)
+    y = (rng[0] >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        p = a.to(tl.uint64) * 0xD2511F53
+        q = c.to(tl.uint64) * 0xCD9E8D57
+        a = (q >> 32).to(tl.uint32) ^ b ^ x
+        c = (p >> 32).to(tl.uint32) ^ d ^ y
+        b = q.to(tl.uint32)
+        d = p.to(tl.uint32)
+        x += 0x9E3779B9
+        y += 0xBB67AE85
+    return a, b, c, d
 
 
 def _bits32_row(first: Any, COLS: tl.constexpr, site: tl.constexpr, rng: Any) -> Any:
@@ -215,6 +232,11 @@ def _bits32_at(i: Any, site: tl.constexpr, rng: Any) -> Any:
 def _uniform_of(bits: Any) -> Any:
     """A float in [0, 1) of 24 random bits."""
     return (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+def _plus_uniform(x: Any, bits: Any) -> Any:
+    """x plus that float; its last product is exact, so it may be fused."""
+    return tl.fma((bits >> 8).to(tl.int32).to(tl.float32), 5.9604644775390625e-08, x)
 
 
 def _keyed(key: Any) -> Any:

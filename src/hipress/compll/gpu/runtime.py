@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +21,9 @@ import torch
 MAX_KEPT = 4096
 """Sets of sizes that are kept for each kernel; the oldest goes first."""
 
+
+MIN_SPLIT = 2048
+"""From this many tiles on it pays to start the last one, which needs a mask, on its own."""
 
 _DTYPES = {"f32": torch.float32, "i64": torch.int64, "u8": torch.uint8, "u16": torch.int16}
 
@@ -46,6 +49,8 @@ class Sizes:
     tables: tuple[torch.Tensor, ...]
     """For each launch, the gradient and the tile of each program (not for a single gradient)."""
     grids: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Elements that each launch goes over."""
     rows: tuple[tuple[int, ...], ...]
     """The ints again, for what the host does."""
     used: int
@@ -84,8 +89,9 @@ class Kernels:
         header_words = 16 + 4 * len(gradients)
         used, zeroed = 0, 0
         rows, floats, grids = [], [], []
+        lengths: tuple[Any, ...] = ()
         for g in gradients:
-            ints, reals, used, zeroed, grid = self._sizes_of(
+            ints, reals, used, zeroed, grid, lengths = self._sizes_of(
                 g.numel, g.params, g.place, g.at, header_words, used, zeroed
             )
             rows.append(tuple(int(v) for v in ints))
@@ -105,6 +111,7 @@ class Kernels:
             floats=torch.tensor(floats, dtype=torch.float32).to(device),
             tables=tuple(tables),
             grids=tuple(sum(launch) for launch in zip(*grids, strict=True)),
+            lengths=tuple(int(length) for length in lengths),
             rows=tuple(rows),
             used=used,
             zeroed=zeroed,
@@ -134,18 +141,36 @@ class Kernels:
         """
         device = frame.device
         work = torch.empty(max(sizes.used, 16), dtype=torch.uint8, device=device)
-        zeroed = torch.zeros(max(sizes.zeroed, 16), dtype=torch.uint8, device=device)
+        zeroed = work
+        if sizes.zeroed:
+            zeroed = torch.zeros(sizes.zeroed, dtype=torch.uint8, device=device)
         bulk = len(sizes.rows) > 1
         args = (sizes.ints, sizes.floats, zeroed, work, error, header, frame, *memory, rho, *rng)
         with _quiet(), _on(device):
-            for k, (kernel, warps) in enumerate(self._launches):
+            for k, (kernel, warps, span) in enumerate(self._launches):
                 if warps == 0:
                     _sort(kernel, sizes, work)
-                elif sizes.grids[k]:
-                    table = sizes.tables[k] if bulk else sizes.ints
-                    kernel[(sizes.grids[k],)](
-                        *args, table, BULK=bulk, num_warps=warps, enable_fp_fusion=False
-                    )
+                    continue
+                table = sizes.tables[k] if bulk else sizes.ints
+                options = {"BULK": bulk, "num_warps": warps, "enable_fp_fusion": False}
+                for grid, part in _parts(sizes, k, span, bulk):
+                    chosen = options if part is None else options | {"PART": part}
+                    kernel[(grid,)](*args, table, **chosen)
+
+
+def _parts(sizes: Sizes, k: int, span: int, bulk: bool) -> Iterator[tuple[int, int | None]]:
+    """Programs and part of each start of a launch (no part where there is only one way)."""
+    if not sizes.grids[k]:
+        return
+    if not span:
+        yield sizes.grids[k], None
+    elif bulk or span < 0 or sizes.grids[k] < MIN_SPLIT:
+        yield sizes.grids[k], 0
+    else:
+        full = sizes.lengths[k] // span
+        yield full, 1
+        if full * span < sizes.lengths[k]:
+            yield 1, 2
 
 
 def _sort(places: tuple[Any, ...], sizes: Sizes, work: torch.Tensor) -> None:

@@ -32,6 +32,11 @@ class Launch:
     grid: str
     """Number of programs, as the host computes it."""
     warps: int = 4
+    span: int = 0
+    """Elements of a tile where full tiles may be started apart from the last one; -1: they may
+    not, for the host does not know how many there are; 0: there is no last one."""
+    length: str = "0"
+    """Elements of all tiles, as the host computes it."""
 
 
 @dataclass
@@ -205,10 +210,10 @@ class Shared:
 
     # Functions.
 
-    def head(self, name: str, out: Lines) -> None:
+    def head(self, name: str, out: Lines, more: str = "") -> None:
         """Opens a kernel: which gradient, which tile of it."""
         out("@triton.jit")
-        out(f"def {name}({self.args}, T, BULK: tl.constexpr):")
+        out(f"def {name}({self.args}, T, BULK: tl.constexpr{more}):")
         out.depth += 1
         out("pid = tl.program_id(0)")
         out("t = pid.to(tl.int64)")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from hipress.compll.gpu.shared import Known, Shared, identity
+from hipress.compll.gpu.shared import Known, Launch, Shared, identity
 from hipress.compll.gpu.spell import PACKED, RANDOM, TYPES, cast, loaded, rep, spread, stored, wide
 from hipress.compll.ir import STORAGE_BITS, Array, Expr, Fold, Store, walk
 from hipress.compll.render import Lines, loads, print_values
@@ -22,10 +22,13 @@ ELEMENTS = 4096
 def _shape(encodes: bool, block: int | None, roots: list[Expr]) -> tuple[int, int]:
     """Elements of a tile and of a thread, by what was fastest on an H200 (256M elements).
 
-    Decoding wants many independent loads in a thread. An encoder of small blocks, or one that
-    writes states, is faster with fewer registers; Philox makes numbers for four at once.
+    Random numbers cost so many instructions that a thread should make many; decoding wants many
+    independent loads in a thread; an encoder is faster with fewer registers. What a tile does
+    once (reading its row of numbers) is shared by its elements.
     """
-    if not encodes or any(e.op in RANDOM for e in walk(roots)) or (block or 0) >= ELEMENTS:
+    if any(e.op in RANDOM for e in walk(roots)) and block is None and encodes:
+        return 2 * ELEMENTS, 32
+    if not encodes or (block or 0) >= ELEMENTS:
         return ELEMENTS, 16
     return (ELEMENTS // 2 if block else ELEMENTS), 8
 
@@ -156,13 +159,25 @@ class Tile:
             return self.shared.loaded(e, args[0], mask)
         if e.op == "div" and e.variance == 2 and e.args[1].variance < 2 and self._encodes:
             return f"_quotient({args[0]}, {spread(args[1], e.args[1], 2)})"
+        if e.op == "add" and e.type == "float":
+            for k in (0, 1):
+                if self._fusable(e.args[k]):
+                    other = spread(args[1 - k], e.args[1 - k], 2)
+                    return f"_plus_uniform({other}, {self._bits(e.args[k], 'rng')})"
         if e.op in RANDOM and aligned and not self.masked:
-            rng = "rng" if len(args) == 1 else f"_keyed({args[1]})"
-            bits = f"_bits32_row(start, {self.span}, {e.attr}, {rng})"
-            if self.rows > 1:
-                bits = f"tl.reshape({bits}, {self.shape})"
+            bits = self._bits(e, "rng" if len(args) == 1 else f"_keyed({args[1]})")
             return f"_uniform_of({bits})" if e.op == "uniform" else cast(bits, "i64")
         return self.shared.spell(e, args)
+
+    def _fusable(self, e: Expr) -> bool:
+        """Whether a random float is only added to something, and is for the tile's elements."""
+        own = e.op == "uniform" and e.args[0].op == "idx" and len(e.args) == 1
+        return own and not self.masked and e not in self.often
+
+    def _bits(self, e: Expr, rng: str) -> str:
+        """Random bits for the tile's own elements: four from each Philox."""
+        bits = f"_bits32_row(start, {self.span}, {e.attr}, {rng})"
+        return f"tl.reshape({bits}, {self.shape})" if self.rows > 1 else bits
 
     def _own(self, array: Array) -> str:
         """The elements of the tile itself."""
@@ -282,6 +297,31 @@ class Tile:
             text = f"tl.broadcast_to({text}, [{self.rows}])"
             there = f"block * {self.block} < length"
             out(f"tl.store({s.array.name} + block, {stored(s.array, text)}, mask={there})")
+
+
+def print_kernel(shared: Shared, name: str, tile: Tile, grid: str, out: Lines) -> None:
+    """Prints the kernel that runs a tile's function, with a mask for the last tile only.
+
+    PART 0 does all. Of a long array the host starts the full tiles (1) and the last one (2) apart:
+    what the mask needs would cost the full tiles registers.
+    """
+    shared.head(name, out, ", PART: tl.constexpr")
+    known = shared.known([tile.length])
+    shared.views(out, loads([tile.length]), {})
+    out(f"length = {domain(shared, tile.length, out, known)}")
+    out("if PART == 1:")
+    out(f"    {name}_tile(t, {shared.args}, False)")
+    out("elif PART == 2:")
+    out(f"    {name}_tile(length // {tile.span}, {shared.args}, True)")
+    out(f"elif (t + 1) * {tile.span} <= length:")
+    out(f"    {name}_tile(t, {shared.args}, False)")
+    out(f"elif t * {tile.span} < length:")
+    out(f"    {name}_tile(t, {shared.args}, True)")
+    out.depth = 0
+    out()
+    out()
+    span = tile.span if tile.length.host else -1
+    shared.launches.append(Launch(name, grid, tile.warps, span, shared.length_text(tile.length)))
 
 
 def domain(shared: Shared, length: Expr, out: Lines, known: Known) -> str:
