@@ -241,6 +241,7 @@ def time_merge(name: str, numel: int, bandwidth: float, count: int = 4) -> dict[
         "job": f"merge of {count} frames of {name} into {back.name}",
         "numel": numel,
         "ms": round(ms, 4),
+        "bytes_per_element": round(least / numel, 2),
         "ratio": round(least / ms * 1e3 / bandwidth, 3),
     }
 
@@ -340,6 +341,50 @@ def rows_of(args: argparse.Namespace, names: list[str], bandwidth: float) -> Ite
                 yield name, partial(time_grace, name, 64 * 2**20)
 
 
+BARS = {
+    "fp16": 0.9,
+    "bf16": 0.9,
+    "ef(int8)": 0.9,
+    "ef(onebit)": 0.9,
+    "tbq": 0.9,
+    "minmax(bits=2)": 0.85,
+    "terngrad": 0.75,
+    "dithering(levels=2)": 0.7,
+    "topk": 0.6,
+    "graddrop": 0.6,
+    "randomk": 0.6,
+    "dgc": 0.6,
+}
+"""What we want of encoding float32: this share of the copy bandwidth."""
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    lines = [
+        f"{report['device']}, torch {report['torch']}, Triton {report['triton']}, "
+        f"{report['date']}; copy: {report['copy_gb_s']:.0f} GB/s.",
+        "",
+        "| codec | gradient | encode, ms | ratio | bar | decode, ms | ratio | add, ms | ratio |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in report["rows"]:
+        if "codec" not in row:
+            continue
+        bar = BARS[row["codec"]] if row["dtype"] == "float32" else "–"
+        cells = [f"`{row['codec']}`", row["dtype"], f"{row['encode_ms']:.3f}"]
+        cells += [f"{row['encode_ratio']:.2f}", str(bar)]
+        for job in ("decode", "decode_add"):
+            ratio = row.get(f"{job}_ratio")
+            cells += [f"{row[f'{job}_ms']:.3f}", "–" if ratio is None else f"{ratio:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| job | figures |", "| --- | --- |"]
+    for row in report["rows"]:
+        if "job" in row:
+            figures = (f"{k} {v}" for k, v in row.items() if k not in ("job", "numel"))
+            lines.append(f"| {row['job']} | {', '.join(figures)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     """Checks, then times; the exit status counts failed checks."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -349,7 +394,11 @@ def main() -> int:
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--grace", type=Path, help="a checkout of GRACE, to be timed beside")
+    parser.add_argument("--table", type=Path, help="print these results as Markdown, no more")
     args = parser.parse_args()
+    if args.table is not None:
+        print(table(json.loads(args.table.read_text())), end="")
+        return 0
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_properties(0).name,
         "torch": torch.__version__,

@@ -662,3 +662,45 @@ def equal_but_for_zeros(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bytes are equal but for the sign of a zero: what max(0.0, -0.0) is depends on the backend."""
     differ = (a != b).nonzero().view(-1).tolist()
     return all(i % 2 == 1 and {int(a[i]), int(b[i])} == {0x00, 0x80} for i in differ)
+
+
+DECODE = "void XDecode(uint8* c, float* g) { float a[g.size]; extract(c, a); g = a; }"
+OWN = {
+    "a reduction with a function of its own": """
+        int s = reduce(map(g, [&](float x) -> uint8 { return 99 * abs(x); }), 0,
+                       [&](int a, int b) -> int { return a | b; });
+        float* a = map(g, [&](float x) -> float { return x + s; });""",
+    "a condition on a scalar and an element": """
+        float s = reduce(g, -99999, max);
+        float* a = map(g, [&](float x) -> float { return s > 0.0 && x < 0.0 ? s : x; });""",
+    "floats that meet at an index": """
+        float* a = scatter(map(range(g.size), [&](int i) -> int { return i / 3; }),
+                           map(g, [&](float x) -> float { return 1.0; }), g.size);""",
+    "ints that meet at an index": """
+        int* b = scatter(map(range(g.size), [&](int i) -> int { return i / 3; }),
+                         map(g, [&](float x) -> int { return 2; }), g.size);
+        float* a = map(b, [&](int v) -> float { return v; });""",
+}
+REFUSED = {
+    "from left to right": """
+        float* a = scan(g, 1.0, [&](float a, float b) -> float { return a * 0.5 + b; });""",
+}
+
+
+def own(body: str, backend: str) -> ProgramCodec:
+    text = f"void XEncode(float* g, uint8* c) {{{body} c = concat(a); }} {DECODE}"
+    return ProgramCodec(bound(text, {}), name="x", backend=backend)
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_a_program_means_the_same(what: str) -> None:
+    for n in (7, 5003):
+        x = gaussian(n, seed=3)
+        want = own(OWN[what], "reference").encode(x, {})
+        assert torch.equal(own(OWN[what], "gpu").encode(x.to(DEVICE), {}).cpu(), want)
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_programs_side_by_side_cannot_do_is_refused(why: str) -> None:
+    with pytest.raises(BackendError, match=why):
+        own(REFUSED[why], "gpu").encode(gaussian(100, seed=1).to(DEVICE), {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hipress.compll.gpu.points import WORDS, marked_words, print_points, told
 from hipress.compll.gpu.shared import Known, Launch, Shared, identity
 from hipress.compll.gpu.spell import RANDOM, TYPES, cast, loaded, stored, wide
-from hipress.compll.gpu.tiles import Tile, combine_name, combined, domain, print_kernel
+from hipress.compll.gpu.tiles import Tile, combined, domain, print_kernel
 from hipress.compll.ir import (
     Array,
     Compact,
@@ -26,6 +26,7 @@ from hipress.compll.ir import (
     walk,
 )
 from hipress.compll.render import Lines, loads
+from hipress.errors import BackendError
 
 MAX_PARTS = 2048
 """Most programs of a pass that only reduces, each over many tiles: one part of the result each."""
@@ -342,9 +343,10 @@ def _scatter(shared: Shared, name: str, p: Scatter, out: Lines) -> None:
     out("    there = there & live")
     if decodes:
         out("there = there & (tl.load(frame + 6) == 0)")
-    if p.array.storage == "f32":
-        out(f'tl.atomic_add({p.array.name} + at, value, mask=there, sem="relaxed")')
-    else:
+    if p.array.storage in ("f32", "i64"):
+        text = stored(p.array, "value")
+        out(f'tl.atomic_add({p.array.name} + at, {text}, mask=there, sem="relaxed")')
+    else:  # a frame's indices are distinct; were they not, one of its values would be lost
         old = loaded(p.array, f"tl.load({p.array.name} + at, mask=there)")
         new = stored(p.array, f"({old} + value)")
         out(f"tl.store({p.array.name} + at, {new}, mask=there)")
@@ -390,16 +392,17 @@ def _scan(shared: Shared, name: str, p: Scan, out: Lines) -> None:
     if f.kind == "sum" and f.type == "int":
         _scan_ints(shared, name, p, out)
         return
-    # One program, tile after tile: right for every function, and slow.
+    if f.kind == "fold":
+        raise BackendError(
+            "a scan with a function of its own goes from left to right and does not run on a GPU; "
+            "use the cpu backend for this program."
+        )
+    # One program, tile after tile: right for floats too, and slow.
     tile = Tile(shared, f.length, None, f.exprs, [], elements=1024)
     known = tile.open(f"{name}_tile", out, [p.array], ", acc")
     item = tile.whole(tile.print([f.body], out, known)[0], f.body)
     out(f"item = {cast(item, wide(f.type))}")
-    if f.kind == "fold":
-        there = "tl.full([1, 1024], 1, tl.int32)"
-        out(f"found = tl.associative_scan(({there}, item), 1, {combine_name(shared, f)})[1]")
-    else:
-        out(f"found = tl.associative_scan(item, 1, _scan_{f.kind})")
+    out(f"found = tl.associative_scan(item, 1, _scan_{f.kind})")
     out(f"found = {combined(shared, f, 'acc', 'found')}")
     out(f"tl.store({p.array.name} + start + offs, {stored(p.array, 'found')}, mask=live)")
     out(f"last = tl.where(offs == {tile.span - 1}, found, 0)")

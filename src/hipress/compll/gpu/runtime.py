@@ -192,7 +192,11 @@ def _quiet() -> AbstractContextManager[Any]:
 
 
 def _mend_interpreter() -> None:
-    """Lets Triton 3.6 interpret loops under NumPy 2.4: an array of one is no longer an int."""
+    """Mends what Triton 3.6 gets wrong where it interprets kernels.
+
+    Loops: under NumPy 2.4 an array of one element is no longer an int. Scalars that are spread
+    over a tile: all became floats, also what is true or false.
+    """
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -203,8 +207,14 @@ def _mend_interpreter() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def splat(self: Any, kind: Any, scalar: Any) -> Any:
+        value = scalar.data.reshape(-1)
+        spread = np.full(kind.shape, value[0], dtype=value.dtype)
+        return interpreter.TensorHandle(spread, kind.scalar)
+
     mended.mended = True  # type: ignore[attr-defined]
     interpreter._patch_lang_tensor = mended
+    interpreter.InterpreterBuilder.create_splat = splat
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

@@ -241,14 +241,12 @@ class Tile:
             there = self._named(f"tl.full({self.shape}, 1, tl.int32)", out)
             self._if_masked(out)
             out(f"    {there} = live.to(tl.int32)")
-            where = axis or "None"
-            combine = self.combine(f)
-            return f"tl.reduce(({there}, {body}), {where.replace('axis=', '')}, {combine})[1]"
+            pair = f"({there}, {body})"
+            if not axis:
+                size = f"[{self.rows * self.cols}]"
+                pair = f"(tl.reshape({there}, {size}), tl.reshape({body}, {size}))"
+            return f"tl.reduce({pair}, {1 if axis else 0}, {combine_name(self.shared, f)})[1]"
         return f"_unkey({text})" if f.type == "float" else text
-
-    def combine(self, f: Fold) -> str:
-        """The name of the function that joins two parts of a program's own reduction."""
-        return combine_name(self.shared, f)
 
     def block_folds(self, folds: list[Fold], out: Lines, known: Known) -> None:
         """Prints reductions of each row, joined with their start."""
