@@ -88,19 +88,29 @@ class Bulk:
         dtype = self._check(flat, "the buffer")
         if out is None:
             out = torch.empty(self.wire_bytes, dtype=torch.uint8, device=flat.device)
-        elif (out.numel(), out.dtype, out.device) != (self.wire_bytes, torch.uint8, flat.device):
-            raise UsageError(
-                f"out has {out.numel()} elements of {out.dtype} on {out.device}; the frame needs "
-                f"{self.wire_bytes} bytes on {flat.device}."
-            )
+        else:
+            out = tensors.checked_out(out, self.wire_bytes, flat.device)
         held = self.codec.held(state, flat)
+        self._check_seeds(state)
         if self.codec.runs_on_gpu(flat):
             self.codec.gpu(dtype).encode_bulk(self, flat, held, state, out)
         else:
             self._encode_each(dtype, flat, held, state, out)
-        if state is not None and "step" in state:
+        if state is not None and self.codec.random:
             state["step"] += 1
         return out
+
+    def _check_seeds(self, state: State | None) -> None:
+        """Refuses a state of the codec itself, which has one seed for one gradient."""
+        if state is None or not self.codec.random:
+            return
+        for key in ("seed", "stream"):
+            held = state[key]
+            if not isinstance(held, torch.Tensor) or held.numel() != len(self.numels):
+                raise UsageError(
+                    f"state {key!r} is not one number for each of the {len(self.numels)} "
+                    "gradients; make the state with bulk.init(flat)."
+                )
 
     def decode(
         self, payload: torch.Tensor, *, out: torch.Tensor, add: bool = False, alpha: float = 1.0
@@ -113,10 +123,10 @@ class Bulk:
             FrameError: `payload` is damaged or of another bulk.
         """
         dtype = self._check(out, "out")
-        if payload.dtype != torch.uint8 or payload.numel() != self.wire_bytes:
+        payload = tensors.checked_payload(payload)
+        if payload.numel() != self.wire_bytes:
             raise FrameError(
-                f"the frame has {payload.numel()} elements of {payload.dtype}; this bulk needs "
-                f"{self.wire_bytes} bytes."
+                f"the frame has {payload.numel()} bytes; this bulk needs {self.wire_bytes}."
             )
         if payload.device != out.device:
             raise UsageError(f"the payload is on {payload.device}, out on {out.device}.")
@@ -164,13 +174,14 @@ class Bulk:
         state: State | None,
         out: torch.Tensor,
     ) -> None:
-        step = 0 if state is None or "step" not in state else int(state["step"])
+        draws = state is not None and self.codec.random
+        step = int(state["step"]) if state is not None and draws else 0
         out[: self.header.numel()] = self.header
         out[8:16].view(torch.int64).fill_(step)
         flagged = False
         for k, (at, n) in enumerate(zip(self.offsets, self.numels, strict=True)):
             rng = (0, 0, 0)
-            if state is not None and "seed" in state:
+            if state is not None and draws:
                 rng = (int(state["seed"][k]), int(state["stream"][k]), step)
             body = out[self.places[k] : self.places[k] + self._bodies[k]]
             states = [h[at : at + n] for h in held]

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from hipress.codecs import frame
+from hipress.codecs.base import lr_ratio
 from hipress.compll.derive import ALPHA, MU, RHO
 from hipress.compll.gpu.runtime import Gradient, Kernels, Sizes
-from hipress.errors import FrameError
+from hipress.errors import FrameError, UsageError
 
 if TYPE_CHECKING:
     from hipress.codecs.base import State
@@ -54,6 +55,7 @@ class GpuKernels:
             return
         params = codec.bound.floats(self._loaded.encode, {MU: codec.mu})
         sizes = self._encode.sizes([Gradient(x.numel(), params, frame.frame_bytes([0]))], device)
+        _refusals[device] = self._encode.refusals
         rng = _rng(self._loaded.encode, state, device)
         self._encode(
             sizes,
@@ -196,12 +198,16 @@ _refusals: dict[torch.device, tuple[str, ...]] = {}
 """What the numbers in a device's error word mean: of the last kernel that may have set it."""
 
 
-def raise_pending(device: torch.device) -> None:
-    """Raises where an earlier frame on this device was damaged.
+def raise_pending(device: torch.device | str) -> None:
+    """Raises where work that was started on a device before found damage.
+
+    Each call of a codec asks this first. Who replays a captured graph, or makes no further call,
+    asks after `torch.cuda.synchronize()`.
 
     Raises:
-        FrameError: Once for each time the word was found set.
+        FrameError: Once for each time that damage was found.
     """
+    device = torch.device(device)
     word = error_word(device)
     found = int(word[0])
     if found:
@@ -209,19 +215,23 @@ def raise_pending(device: torch.device) -> None:
         reasons = _refusals.get(device, ())
         reason = reasons[found - 1] if found <= len(reasons) else "its payload is wrong"
         raise FrameError(
-            f"a frame that was decoded on {device} before is damaged: {reason}; what was decoded "
-            "since then must not be used."
+            f"a frame that was worked on before this call on {device} is damaged: {reason}; what "
+            "was made of it since then must not be used."
         )
+
+
+# Copied from the host, not filled on the device: whoever comes first waits until they are there,
+# and no other stream can read them before.
 
 
 @cache
 def _zeros(device: torch.device, count: int = 1) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int64, device=device)
+    return torch.zeros(count, dtype=torch.int64).to(device)
 
 
 @cache
 def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, dtype=torch.float32, device=device)
+    return torch.ones(1, dtype=torch.float32).to(device)
 
 
 def _rng(
@@ -231,7 +241,15 @@ def _rng(
     if not kernel.random:
         return [_zeros(device, count)] * 3
     assert state is not None
-    return [state[key] for key in ("seed", "stream", "step")]
+    found = [state[key] for key in ("seed", "stream", "step")]
+    for key, held, numel in zip(("seed", "stream", "step"), found, (count, count, 1), strict=True):
+        fits = isinstance(held, torch.Tensor) and held.dtype == torch.int64
+        if not fits or held.device != device or held.numel() != numel:
+            raise UsageError(
+                f"state {key!r} is {held!r}; it must be a tensor of {numel} int64 on {device}, as "
+                "init(x) makes it."
+            )
+    return found
 
 
 def _ratio(state: State | None, device: torch.device) -> torch.Tensor:
@@ -239,7 +257,9 @@ def _ratio(state: State | None, device: torch.device) -> torch.Tensor:
     given = None if state is None else state.get("lr_ratio")
     if given is None:
         return _one(device)
-    return given.to(device, torch.float32, non_blocking=True)
+    if isinstance(given, torch.Tensor) and given.device == device and given.numel() == 1:
+        return given.to(torch.float32)
+    return torch.tensor(lr_ratio(state)).to(device)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

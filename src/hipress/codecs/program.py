@@ -144,6 +144,11 @@ class ProgramCodec(Codec):
         return self.family.back(workers(num_workers), self.variant.feedback) or self
 
     @property
+    def random(self) -> bool:
+        """Whether it draws random numbers, and so keeps a seed, a stream and a step."""
+        return self._kernel.random
+
+    @property
     def shares_stream(self) -> bool:
         return self._shares_stream
 
@@ -181,7 +186,7 @@ class ProgramCodec(Codec):
         if out is None:
             payload = torch.empty(size, dtype=torch.uint8, device=x.device)
         else:
-            payload = _checked_out(out, size, x.device)
+            payload = tensors.checked_out(out, size, x.device)
         held = self.held(state, x)
         if self.runs_on_gpu(x):
             self.gpu(dtype).encode(x, held, state, payload)
@@ -213,17 +218,13 @@ class ProgramCodec(Codec):
     ) -> torch.Tensor:
         if out is not None:
             _checked_target(payload, out)
-        payload = _checked_payload(payload)
+        payload = tensors.checked_payload(payload)
         if self.runs_on_gpu(payload):
             return self._decode_on_gpu(payload, out, add, alpha)
         data = payload.numpy()
         header, body = frame.read_single(data, self.codec_hash)
         numel = body.numel
-        if body.num_bytes != self._expected_bytes(numel):
-            raise FrameError(
-                f"the frame gives {body.num_bytes} bytes for {numel} elements; {self.name} needs "
-                f"{self._expected_bytes(numel)}: it is damaged, send it again."
-            )
+        self._check_body(body)
         if out is None:
             if add:
                 raise UsageError("decode with add=True needs out=, the tensor to add to.")
@@ -252,6 +253,7 @@ class ProgramCodec(Codec):
             if add:
                 raise UsageError("decode with add=True needs out=, the tensor to add to.")
             _, body = frame.read_single(payload.cpu().numpy(), self.codec_hash)
+            self._check_body(body)
             out = torch.empty(body.numel, dtype=torch.float32, device=payload.device)
         if payload.numel() != self.wire_bytes(out.numel()):
             raise FrameError(
@@ -273,11 +275,11 @@ class ProgramCodec(Codec):
         alpha: float | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        fused = self._merge_of(worker, payloads) if numel else None
+        frames = [tensors.checked_payload(p) for p in payloads]
+        fused = self._merge_of(worker, frames) if numel else None
         if fused is None:
-            return super().merge(payloads, worker, numel, state, alpha=alpha, out=out)
-        size, device = self.wire_bytes(numel), payloads[0].device
-        frames = [_checked_payload(p) for p in payloads]
+            return super().merge(frames, worker, numel, state, alpha=alpha, out=out)
+        size, device = self.wire_bytes(numel), frames[0].device
         for payload in frames:
             if payload.numel() != worker.wire_bytes(numel) or payload.device != device:
                 raise FrameError(
@@ -286,7 +288,10 @@ class ProgramCodec(Codec):
                 )
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=device)
-        out = _checked_out(out, size, device)
+        out = tensors.checked_out(out, size, device)
+        memory = out.untyped_storage().data_ptr()
+        if any(p.untyped_storage().data_ptr() == memory for p in frames):
+            raise UsageError("out lies in the memory of a frame that is merged; give its own.")
         held = self.held(state, torch.empty(1, device=device).expand(numel))
         fused(frames, numel, held, state, out, 1 / len(frames) if alpha is None else alpha)
         self._count_step(state)
@@ -363,8 +368,14 @@ class ProgramCodec(Codec):
     def _state_names(self) -> list[str]:
         return [array.label for array in self._kernel.states]
 
-    def _expected_bytes(self, numel: int) -> int:
-        return self._body_bytes(numel) if numel <= MAX_NUMEL else -1
+    def _check_body(self, body: frame.BodyView) -> None:
+        """Refuses a body whose length is not that of its elements."""
+        expected = self._body_bytes(body.numel) if body.numel <= MAX_NUMEL else -1
+        if body.num_bytes != expected:
+            raise FrameError(
+                f"the frame gives {body.num_bytes} bytes for {body.numel} elements; {self.name} "
+                f"needs {expected}: it is damaged, send it again."
+            )
 
     @cached_property
     def _state_keys(self) -> frozenset[str]:
@@ -410,23 +421,6 @@ class ProgramCodec(Codec):
         )
 
 
-def _checked_out(out: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
-    if not isinstance(out, torch.Tensor):
-        raise UsageError(f"out is a {type(out).__name__}; encode writes into a uint8 tensor.")
-    if out.device != device:
-        raise UsageError(
-            f"out is on {out.device}, the gradient on {device}; they must be on one device."
-        )
-    if out.dtype != torch.uint8 or out.numel() != size or not out.is_contiguous():
-        raise UsageError(
-            f"out has {out.numel()} elements of {out.dtype}; encode needs {size} contiguous bytes: "
-            "torch.empty(c.wire_bytes(x.numel()), dtype=torch.uint8)."
-        )
-    if out.data_ptr() % frame.ALIGN:
-        raise UsageError(f"out does not start on a multiple of {frame.ALIGN} bytes; allocate it.")
-    return out.view(-1)
-
-
 def _checked_target(payload: torch.Tensor, out: torch.Tensor) -> None:
     tensors.storage(out, "out")
     if not out.is_contiguous():
@@ -436,21 +430,3 @@ def _checked_target(payload: torch.Tensor, out: torch.Tensor) -> None:
             f"the payload is on {payload.device}, out on {out.device}; they must be on one device: "
             "move the payload with payload.to(out.device)."
         )
-
-
-def _checked_payload(payload: torch.Tensor) -> torch.Tensor:
-    if not isinstance(payload, torch.Tensor):
-        raise FrameError(
-            f"a payload is a 1-D uint8 tensor, as encode returns it; this is a "
-            f"{type(payload).__name__}."
-        )
-    tensors.on_device(payload, "the payload")
-    if payload.dtype != torch.uint8 or payload.dim() != 1:
-        raise FrameError(
-            f"a payload is a 1-D uint8 tensor; this has dtype {payload.dtype} and "
-            f"{payload.dim()} dimensions."
-        )
-    payload = payload.detach().contiguous()
-    if payload.data_ptr() % frame.ALIGN:  # kernels read floats and words from it
-        payload = payload.clone()
-    return payload

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hipress.errors import BackendError, UsageError
+from hipress.codecs.frame import ALIGN
+from hipress.errors import BackendError, FrameError, UsageError
 
 STORAGE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 """Dtypes of gradients, and their names in CompLL."""
@@ -79,6 +80,43 @@ def whole(name: str, held: torch.Tensor) -> int:
         raise UsageError(
             f"state {name!r} is {held!r}; it must be one whole number, as init(x) makes it."
         ) from error
+
+
+def checked_out(out: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
+    """Memory for a frame of some bytes, flat; refuses what kernels cannot write to."""
+    if not isinstance(out, torch.Tensor):
+        raise UsageError(f"out is a {type(out).__name__}; encode writes into a uint8 tensor.")
+    if out.device != device:
+        raise UsageError(
+            f"out is on {out.device}, the gradient on {device}; they must be on one device."
+        )
+    if out.dtype != torch.uint8 or out.numel() != size or not out.is_contiguous():
+        raise UsageError(
+            f"out has {out.numel()} elements of {out.dtype}; encode needs {size} contiguous bytes: "
+            "torch.empty(c.wire_bytes(x.numel()), dtype=torch.uint8)."
+        )
+    if out.data_ptr() % ALIGN:
+        raise UsageError(f"out does not start on a multiple of {ALIGN} bytes; allocate it.")
+    return out.view(-1)
+
+
+def checked_payload(payload: torch.Tensor) -> torch.Tensor:
+    """A frame as kernels read it; refuses what is none."""
+    if not isinstance(payload, torch.Tensor):
+        raise FrameError(
+            f"a payload is a 1-D uint8 tensor, as encode returns it; this is a "
+            f"{type(payload).__name__}."
+        )
+    on_device(payload, "the payload")
+    if payload.dtype != torch.uint8 or payload.dim() != 1:
+        raise FrameError(
+            f"a payload is a 1-D uint8 tensor; this has dtype {payload.dtype} and "
+            f"{payload.dim()} dimensions."
+        )
+    payload = payload.detach().contiguous()
+    if payload.data_ptr() % ALIGN:  # kernels read floats and words from it
+        payload = payload.clone()
+    return payload
 
 
 def flat(x: torch.Tensor) -> NDArray[Any]:

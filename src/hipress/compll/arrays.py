@@ -84,6 +84,8 @@ class Stored:
     draft: Draft
     array: Array
     elem: ElemType
+    distinct: bool = False
+    """Whether no two elements can be equal."""
 
     @property
     def length(self) -> Expr:
@@ -407,7 +409,7 @@ class Draft:
         with self.unblocked():
             pair = (value.index.at(ix), value.value.at(ix))
         self.spreads.append((target, value.index.length, *pair, clear))
-        if isinstance(value.index, Computed) and value.index.distinct:
+        if isinstance(value.index, Computed | Stored) and value.index.distinct:
             self.distinct.add(target)
 
     def scanned(self, fold: Fold, elem: ElemType) -> Array:

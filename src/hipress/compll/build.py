@@ -144,10 +144,10 @@ class Bound:
         None where that can not be one kernel: decode and add the frames, then encode.
         """
         values, theirs = dict(self.values), dict(worker.values)
-        if any(values[name] != theirs[name] for name in values.keys() & theirs.keys()):
-            # A kernel knows a float parameter by its name only.
-            if any(p.runtime and theirs.get(p.name) != values[p.name] for p in self.program.params):
-                return None
+        # A kernel knows a float parameter by its name only.
+        floats = {p.name for p in (*self.program.params, *worker.program.params) if p.runtime}
+        if any(values[name] != theirs[name] for name in floats & values.keys() & theirs.keys()):
+            return None
         key = (self.program.text, self.values, worker.program.text, worker.values, count, variant)
         if key not in _merges:
             frames = derive.Frames(worker.program.pair, worker.static, count)

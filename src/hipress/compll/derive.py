@@ -178,17 +178,18 @@ def _encode_kernel(
 
         value = Computed(g.n, FLOAT, corrected)
         extra.append(residual)
-    bad = g.unary("not", g.unary("finite", value.at(g.idx(g.n))))
-    flag = Fold("or", "bool", g.const(False), bad, g.n, None)
     stored = [Stored(draft, s, FLOAT) for s in states]
     played = check.play(source, function, draft, params=params, gradient=value, states=stored)
+    finals = []
+    i = g.idx(g.n)
     for array, final in zip(states, played.states, strict=True):
-        i = g.idx(g.n)
         if final.length is not g.n:
             raise AssertionError("a state changed its length")
         with draft.fused(fuse):
-            old, new = g.load(array, i), g.to_float(draft.element(final, i))
-        new = _told_first(draft, new)
+            finals.append((array, g.to_float(draft.element(final, i))))
+    flag = _flag(g, value.at(i), [new for _, new in finals])
+    for array, final_value in finals:
+        old, new = g.load(array, i), _told_first(draft, final_value)
         if new is not old:
             draft.writes.append(Write(array, _kept_if_finite(g, new, old, flag), g.n, True))
     if variant.feedback:
@@ -315,6 +316,23 @@ def _feedback(
     draft.writes.append(Write(residual, kept, g.n, True))
 
 
+def _flag(g: Graph, value: Expr, states: list[Expr]) -> Fold:
+    """Whether a gradient holds a NaN or an infinity, or makes one of a program's own state.
+
+    A state counts as an element that is not sent would leave it: it keeps what it had then, and
+    nobody must take the frame for whole.
+    """
+    bad = g.unary("not", g.unary("finite", value))
+    for new in states:
+        asked = {e: g.const(False) for e in walk([new]) if e.op == "taken"}
+        left = g.substitute(new, asked)
+        elsewhere = any(e.op == "load" and e.args[0].op != "idx" for e in walk([left]))
+        waits = any(e.op in ("fold", "load_clamped", "pick", "count") for e in walk([left]))
+        if left.op != "load" and not (elsewhere or waits):
+            bad = g.logic("lor", bad, g.unary("not", g.unary("finite", left)))
+    return Fold("or", "bool", g.const(False), bad, g.n, None)
+
+
 def _kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) -> Expr:
     """A NaN or an infinity never enters a state: such an element keeps what it had.
 
@@ -374,7 +392,11 @@ def _received(
             array = Array(name, storage, g.const(1))
             parts.append(Part(part.elem, g.load(array, g.const(0)), part.pos))
             continue
-        stored = Stored(draft, Array(name, storage, aside.capacity(value)), part.elem)
+        distinct = isinstance(value, Computed) and value.distinct
+        if isinstance(value, Kept):  # the places that a filter let through
+            distinct = value.element is g.idx(value.filter.length)
+        array = Array(name, storage, aside.capacity(value))
+        stored = Stored(draft, array, part.elem, distinct)
         parts.append(Part(part.elem, stored, part.pos))
     return parts
 

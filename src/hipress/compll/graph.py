@@ -350,7 +350,7 @@ def _is_power(x: float) -> bool:
 def _never_negative(e: Expr) -> bool:
     """Whether a float is at least zero, or NaN, by the way it is made."""
     if e.op == "const":
-        return bool(e.attr >= 0)
+        return math.copysign(1.0, e.attr) > 0
     if e.op in ("abs", "sqrt", "uniform", "exp2", "power"):
         return True
     if e.op in ("add", "mul", "div", "min"):
@@ -358,7 +358,7 @@ def _never_negative(e: Expr) -> bool:
     if e.op == "select":
         return all(_never_negative(a) for a in e.args[1:])
     if e.op == "max":
-        return any(_never_negative(a) for a in e.args)
+        return all(_never_negative(a) for a in e.args)
     if e.op == "fold":
         f = e.attr
         starts = f.kind in ("sum", "max") and f.init.op == "const" and f.init.attr >= 0

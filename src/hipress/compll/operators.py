@@ -356,7 +356,8 @@ def first_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     if not count.host:
         player.draft.limits[count] = player.draft.limits.get(array.length, array.length)
     # The element's own domain ends at `count`; the load is clamped to the array all the same.
-    return Computed(count, array.elem, array.at)
+    distinct = isinstance(array, Computed | Stored) and array.distinct
+    return Computed(count, array.elem, array.at, distinct=distinct)
 
 
 def blocks_(player: Expressions, node: ast.Call, env: Env) -> Binding:

@@ -35,13 +35,10 @@ _HEAD = '''\
 """GPU kernels of {title}, made by HiPress CompLL: edit the program, not this file."""
 
 import math
-import os
 
 import numpy as np
 import triton
 import triton.language as tl
-
-_FUSED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
 
 
 '''
@@ -120,6 +117,8 @@ def _start(shared: Shared, places: list[Place], out: Lines) -> None:
     for k in range(len(shared.kernel.frames)):
         out(f"if _same_header(frame{k}, G) == 0:")
         out("    tl.store(E, 2)")
+        # No state must learn from a frame of something else.
+        out(f"    tl.store({shared.result(('wrong', k), 'bool')}, 1)")
     step = "tl.load(step)" if shared.kernel.random else "_i64(0)"
     out("if pid == 0:")
     out(f"    _write_header(frame, H, {shared.size('header', 'header_words')}, {step})")

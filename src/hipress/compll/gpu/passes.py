@@ -260,7 +260,10 @@ def _late(shared: Shared, p: Compact) -> dict[Expr, Array] | None:
         value = s.value
         if value.op != "select" or value.args[0].op != "finite":
             return None
-        left[value.args[0].args[0]] = s.array
+        rest = value.args[0].args[0]
+        if shared.kernel.nonfinite is None or not _flagged(shared.kernel.nonfinite.body, rest):
+            return None
+        left[rest] = s.array
     needed = [s.value for s in (*p.emits, *told(shared, p, True))]
     todo, seen = needed, set(left)
     while todo:
@@ -276,6 +279,13 @@ def _late(shared: Shared, p: Compact) -> dict[Expr, Array] | None:
             return None
         todo += e.args
     return left
+
+
+def _flagged(flag: Expr, value: Expr) -> bool:
+    """Whether a value that is not finite flags the frame: then it need not be marked."""
+    if flag.op == "lor":
+        return any(_flagged(part, value) for part in flag.args)
+    return flag.op == "not" and flag.args[0].op == "finite" and flag.args[0].args[0] is value
 
 
 def _count(shared: Shared, name: str, p: Compact, mask: Array, out: Lines) -> None:
@@ -343,10 +353,11 @@ def _scatter(shared: Shared, name: str, p: Scatter, out: Lines) -> None:
     out("    there = there & live")
     if decodes:
         out("there = there & (tl.load(frame + 6) == 0)")
-    if p.array.storage in ("f32", "i64"):
+    # An atomic addition of floats takes tiny numbers for zero: only where indices may meet.
+    if not p.distinct and p.array.storage in ("f32", "i64"):
         text = stored(p.array, "value")
         out(f'tl.atomic_add({p.array.name} + at, {text}, mask=there, sem="relaxed")')
-    else:  # a frame's indices are distinct; were they not, one of its values would be lost
+    else:
         old = loaded(p.array, f"tl.load({p.array.name} + at, mask=there)")
         new = stored(p.array, f"({old} + value)")
         out(f"tl.store({p.array.name} + at, {new}, mask=there)")

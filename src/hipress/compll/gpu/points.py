@@ -197,12 +197,45 @@ def _corrected(shared: Shared, p: Scatter, loop: Loop, values: Array) -> Correct
         if value.op != "select" or value.args[0].op != "finite" or s.array.storage != "f32":
             return None
         rest = value.args[0].args[0]
-        if set(loads([rest])) != set(loads([p.value])):
+        if not _alike(rest, p.value) or _asks_more(s.value, {rest, read}):
             return None
         stores.append(Store(s.array, value))
         states.append((s, rest))
     quiet = replace(loop, phases=(Phase(phase.folds, tuple(stores)),))
     return Corrected(quiet, p, values, tuple(states), read)
+
+
+def _alike(a: Expr, b: Expr) -> bool:
+    """Whether two values are the same but for the place they are taken from."""
+    if a.op == "idx" and b.type == "int":
+        return True
+    same = a.op == b.op or {a.op, b.op} == {"load", "load_clamped"}
+    if not same or a.attr != b.attr or len(a.args) != len(b.args):
+        return False
+    return all(_alike(x, y) for x, y in zip(a.args, b.args, strict=True))
+
+
+def _asks_more(root: Expr, known: set[Expr]) -> bool:
+    """Whether a state's new value needs memory beyond some known values.
+
+    Its old value does not count where it stands for one that is not finite.
+    """
+    todo, seen = [root], set(known)
+    met = set()
+    while todo:
+        e = todo.pop()
+        if e in known:
+            met.add(e)
+        if e in seen:
+            continue
+        seen.add(e)
+        if e.op == "select" and e.args[0].op == "finite" and e.args[2].op == "load":
+            todo += e.args[:2]
+            continue
+        if e.op in ("load", "load_clamped", "uniform", "bits32"):
+            return True
+        todo += e.args
+    return met != known
 
 
 def print_corrections(shared: Shared, name: str, p: Corrected, out: Lines) -> None:

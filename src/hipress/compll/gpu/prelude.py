@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # text may be made where Triton is not installed
     import triton.language as tl
 
-    _FUSED = tl.constexpr(True)
-
 
 def _f32(x: tl.constexpr) -> Any:
     return tl.full((), x, tl.float32)
@@ -45,31 +43,6 @@ def _min_nan(a: Any, b: Any) -> Any:
 
 def _max_nan(a: Any, b: Any) -> Any:
     return tl.where(a > b, a, tl.where(a != a, a, b))
-
-
-def _quotient(a: Any, b: Any) -> Any:
-    """a / b, correctly rounded, where all elements of a row share b: one reciprocal for all.
-
-    Two corrections of the product, as a division does them (Markstein, 1990), without its tests
-    for extreme numbers; those are made once, on b. Needs fused multiply-adds, which Triton's
-    interpreter has not.
-    """
-    if _FUSED:
-        size = tl.abs(b)
-        extreme = ((size < 7.888609052210118e-31) | (size > 1.2676506002282294e30)).to(tl.int32)
-        if len(b.shape) > 0:
-            extreme = tl.max(extreme)
-        if extreme != 0:
-            q = tl.div_rn(a, b)
-        else:
-            r = tl.div_rn(tl.full((), 1.0, tl.float32), b)
-            minus = -b
-            q = a * r
-            q = tl.fma(tl.fma(q, minus, a), r, q)
-            q = tl.fma(tl.fma(q, minus, a), r, q)
-    else:
-        q = tl.div_rn(a, b)
-    return q
 
 
 def _sign_f(x: Any) -> Any:
@@ -290,7 +263,8 @@ def _digit(counts: Any, found: Any, LEVEL: tl.constexpr) -> Any:
     """The key's digits up to LEVEL, and the rank among those that share them."""
     prefix, left = tl.load(found + 2 * LEVEL), tl.load(found + 2 * LEVEL + 1)
     bins = tl.arange(0, 256)
-    here = tl.load(counts + LEVEL * 256 + bins).to(tl.int64)
+    # A count of up to 2**32 - 1 elements: the bits of an int32 without its sign.
+    here = tl.load(counts + LEVEL * 256 + bins).to(tl.uint32, bitcast=True).to(tl.int64)
     digit = tl.minimum(tl.sum((tl.cumsum(here) <= left).to(tl.int64)), 255)
     below = tl.sum(tl.where(bins < digit, here, 0))
     return prefix | (digit << (24 - 8 * LEVEL)), left - below
@@ -393,8 +367,18 @@ def _same_header(frame: Any, expected: Any) -> Any:
     have = tl.load(frame.to(tl.pointer_type(tl.int32)) + word, mask=fixed, other=0)
     want = tl.load(expected.to(tl.pointer_type(tl.int32)) + word, mask=fixed, other=0)
     same = tl.min((have == want).to(tl.int32))
-    version = tl.load(frame.to(tl.pointer_type(tl.uint16)) + 2)
-    return same & (version == tl.load(expected.to(tl.pointer_type(tl.uint16)) + 2)).to(tl.int32)
+    halves, known = frame.to(tl.pointer_type(tl.uint16)), expected.to(tl.pointer_type(tl.uint16))
+    version = (tl.load(halves + 2) == tl.load(known + 2)).to(tl.int32)
+    flags = (tl.load(halves + 3) <= 1).to(tl.int32)
+    return same & version & flags
+
+
+def _same_entry(frame: Any, expected: Any, g: Any) -> Any:
+    """Whether a frame of many says what it must of gradient g."""
+    word = 16 + 4 * g + tl.arange(0, 4)
+    have = tl.load(frame.to(tl.pointer_type(tl.int32)) + word)
+    want = tl.load(expected.to(tl.pointer_type(tl.int32)) + word)
+    return tl.min((have == want).to(tl.int32))
 
 
 def _write_header(frame: Any, template: Any, num_words: Any, step: Any) -> Any:

@@ -8,7 +8,6 @@ nothing waits for it, and a CUDA graph can capture the whole.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,14 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-MAX_KEPT = 4096
-"""Sets of sizes that are kept for each kernel; the oldest goes first."""
-
-
 MIN_SPLIT = 2048
 """From this many tiles on it pays to start the last one, which needs a mask, on its own."""
 
-_DTYPES = {"f32": torch.float32, "i64": torch.int64, "u8": torch.uint8, "u16": torch.int16}
+_DTYPES = {
+    "f32": torch.float32,
+    "i64": torch.int64,
+    "u8": torch.uint8,
+    "u16": torch.int16,
+    "u32": torch.int32,
+}
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,14 @@ class Kernels:
         self.refusals: tuple[str, ...] = getattr(module, f"{name}_refusals")
         self._sizes_of = getattr(module, f"{name}_sizes")
         self._launches = getattr(module, f"{name}_launches")
-        self._kept: OrderedDict[Any, Sizes] = OrderedDict()
+        self._kept: dict[Any, Sizes] = {}
 
     def sizes(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
         """What the kernels need to know about some gradients; made once."""
         key = (device, tuple(gradients))
         found = self._kept.get(key)
-        if found is None:
+        if found is None:  # and kept for good: a captured graph reads it again
             found = self._kept[key] = self.make(gradients, device)
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
         return found
 
     def make(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
@@ -181,7 +180,10 @@ def _sort(places: tuple[Any, ...], sizes: Sizes, work: torch.Tensor) -> None:
             work[row[at] : row[at] + length * _DTYPES[storage].itemsize].view(_DTYPES[storage])
             for at, storage in zip(places[1::2], places[2::2], strict=True)
         ]
-        order = torch.argsort(views[-1], stable=True)
+        keys = views[-1]
+        if places[-1] in ("u16", "u32"):  # torch sorts them with a sign
+            keys = keys.to(torch.int64) & (2 ** int(places[-1][1:]) - 1)
+        order = torch.argsort(keys, stable=True)
         for view in views:
             view.copy_(view[order])
 

@@ -132,7 +132,8 @@ class Shared:
             texts[e] = self.host(e)
         for e in walk(roots):
             if e.op == "flagged":
-                texts[e] = f"(tl.load(frame{e.attr} + 6) != 0)"
+                wrong = self.result(("wrong", e.attr), "bool")
+                texts[e] = f"((tl.load(frame{e.attr} + 6) != 0) | (tl.load({wrong}) != 0))"
             key = {"fold": e.attr, "count": e.attr, "pick": e}.get(e.op)
             if key is None or (e.op == "fold" and e.attr.block is not None):
                 continue
@@ -232,6 +233,9 @@ class Shared:
         if self.kernel.output is not None and not self.launches:
             out("if t == 0:")
             out(f"    _{self.kernel.name}_check(t, {self.args})")
+            out("    if BULK:")
+            out("        if _same_entry(frame, H, g) == 0:")
+            out("            tl.store(E, 2)")
 
     def tile_head(
         self,

@@ -157,8 +157,6 @@ class Tile:
             there = f", mask=block * {self.block} < length" if e.variance == 1 else ""
             mask = ", mask=live" if e.variance == 2 else there
             return self.shared.loaded(e, args[0], mask)
-        if e.op == "div" and e.variance == 2 and e.args[1].variance < 2 and self._encodes:
-            return f"_quotient({args[0]}, {spread(args[1], e.args[1], 2)})"
         if e.op == "add" and e.type == "float":
             for k in (0, 1):
                 if self._fusable(e.args[k]):
