@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import hipress
+from hipress.cli._machine import available_memory_bytes
 from hipress.cli.bench import parse_size, split_expressions
 from hipress.cli.main import main
 from hipress.errors import UsageError
@@ -102,6 +104,31 @@ def test_bad_codec_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) ->
     assert bench("--codecs", "none,nonesuch") == 2
     err = capsys.readouterr().err
     assert err.startswith("hipress: ") and "nonesuch" in err and "Traceback" not in err
+
+
+def test_a_size_that_memory_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--size", "1e15") == 2
+    assert re.fullmatch(
+        r"hipress: size '1e15' is 1,000,000,000 MB, and a run holds at least 4 arrays of it; "
+        r"[0-9,]+ MB of memory are available: give --size [0-9]+MB or less.\n",
+        capsys.readouterr().err,
+    )
+
+
+def test_memory_that_nothing_tells(tmp_path: Path) -> None:
+    assert available_memory_bytes(tmp_path / "absent") is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    3 kB\n")
+    assert available_memory_bytes(tmp_path / "meminfo") == 3072
+
+
+def test_a_file_that_cannot_be_written_costs_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hipress.cli.bench._codec_rows", lambda *_: pytest.fail("it ran"))
+    for path in (tmp_path / "absent" / "f.json", tmp_path):
+        assert bench("--json", str(path)) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"hipress: cannot write {str(path)!r}: ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["", "many", "0", "3", "4XB", "-1MB", "1e999MB", "nan"])

@@ -97,6 +97,25 @@ def test_bad_input_is_one_sentence_and_exit_2(
     assert said.startswith("hipress: ") and complaint in said
 
 
+def test_files_that_cannot_be_written_cost_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hipress.cli.bench_convergence._rows", lambda *_: pytest.fail("it ran"))
+    assert bench(*QUICK, "--json", str(tmp_path)) == 2
+    assert f"cannot write {str(tmp_path)!r}: Is a directory" in capsys.readouterr().err
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+
+    def no_writing(self: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if "a" in mode:  # of file modes root knows nothing
+            raise PermissionError(13, "Permission denied")
+        return open(self, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", no_writing)
+    assert bench(*QUICK, "--markdown", str(page)) == 2
+    assert "page.md': Permission denied; give --markdown a page that" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--seeds", "--workers", "--steps", "--jobs"])
 def test_counts_start_at_one(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(option, "0") == 2

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
 import hipress
 from hipress.codecs import frame
+from hipress.codecs.wrappers import Feedback
 from hipress.errors import FrameError, UsageError
 
 NUMELS = (100, 7, 1, 4096, 5001)
@@ -68,10 +72,29 @@ def test_one_bad_number_flags_the_frame():
     assert all(view.isnan().all() for view in bulk.views(out))
 
 
-@pytest.mark.parametrize("numels", [[], [0], [5, 0]])
-def test_a_bulk_of_nothing_is_refused(numels):
-    with pytest.raises(UsageError, match="it takes 1 to"):
+@pytest.mark.parametrize(
+    "numels, why",
+    [
+        ([], "bulk of 0 gradients; it takes 1 to 1048576."),
+        ([10, 0, 4096], "numels[1] is 0; each gradient must have at least one element"),
+        (5, "bulk was given a int; it takes the number of elements of each gradient"),
+        (torch.tensor([5]), "bulk was given a Tensor; it takes the number of elements"),
+        ([torch.zeros(5)], "numels[0] is a tensor; it must be a whole number."),
+        ([8, 1.5], "numels[1] is 1.5; it must be a whole number."),
+    ],
+)
+def test_a_bulk_of_nothing_is_refused(numels, why):
+    with pytest.raises(UsageError, match=re.escape(why)):
         hipress.codec("onebit").bulk(numels)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert hipress.codec("onebit").bulk(np.array([10, 20])).numels == (10, 20)
+
+
+def test_a_wrapper_that_is_not_fused_has_no_bulk():
+    with pytest.raises(UsageError, match="takes one gradient at a time"):
+        Feedback(hipress.codec("terngrad")).bulk([10])
 
 
 def test_what_does_not_fit_is_refused():
@@ -82,10 +105,19 @@ def test_what_does_not_fit_is_refused():
     payload = bulk.encode(flat, state)
     with pytest.raises(UsageError, match="this bulk needs one dimension of"):
         bulk.encode(torch.zeros(300), state)
-    with pytest.raises(UsageError, match="the frame needs"):
+    with pytest.raises(UsageError, match="encode needs .* contiguous bytes"):
         bulk.encode(flat, state, out=torch.zeros(5, dtype=torch.uint8))
     with pytest.raises(FrameError, match="this bulk needs"):
         bulk.decode(payload[:-16], out=flat)
+    for call in (bulk.init, bulk.encode, lambda x: bulk.decode(payload, out=x)):
+        with pytest.raises(UsageError, match="is a list; a bulk takes one tensor with all"):
+            call([flat])
+    with pytest.raises(UsageError, match="alpha is 'x'; it must be one number"):
+        bulk.decode(payload, out=flat, alpha="x")
+    with pytest.raises(UsageError, match="seed is 'a'; it must be a whole number"):
+        bulk.init(flat, seed="a")
+    with pytest.raises(FrameError, match=r"decode it with codec.bulk\(\[...\]\).decode"):
+        codec.decode(payload)
     swapped = codec.bulk([200, 100])
     other = swapped.encode(torch.zeros(swapped.numel), swapped.init(torch.zeros(swapped.numel)))
     with pytest.raises(FrameError):
@@ -114,3 +146,30 @@ def test_merging_nothing_is_refused():
     codec = hipress.codec("onebit")
     with pytest.raises(UsageError, match="at least one frame"):
         codec.merge([], codec, 100, codec.init(torch.zeros(100)))
+
+
+def test_a_merge_takes_frames_a_codec_a_number_and_a_state():
+    codec = hipress.codec("onebit")
+    back, x = codec.aggregator(2), torch.randn(100)
+    payload = codec.encode(x, codec.init(x))
+    state = back.init(x)
+    order = re.escape("merge(payloads, worker, numel, state).")
+    refused = (
+        ((payload, codec, 100, state), "merge was given one Tensor as payloads; it takes a list"),
+        ((5, codec, 100, state), "merge was given one int as payloads; it takes a list"),
+        (([payload], "onebit", 100, state), f"a str as worker; it takes the codec .*{order}"),
+        (([payload], 100, state), f"a int as worker; it takes the codec .*{order}"),
+        (([payload], codec, state), f"a state where the number of elements stands: {order}"),
+        (([payload], codec, 1.5, state), "the number of elements is 1.5; it must be a whole"),
+        (([payload], codec, 5000, state), "frame 0 has 112 bytes on cpu; of numel=5000 elements"),
+        (([payload], codec, 101, state), "frame 0 does not hold numel=101 elements"),
+        (([payload], codec, 100), f"onebit keeps state; .* pass it: c.{order}"),
+    )
+    for arguments, why in refused:
+        with pytest.raises((UsageError, FrameError), match=why):
+            back.merge(*arguments)
+    with pytest.raises(UsageError, match="alpha is 'x'"):
+        back.merge([payload], codec, 100, state, alpha="x")
+    assert not state["residual"].any()
+    # An aggregator of two takes three frames too.
+    assert back.merge([payload] * 3, codec, 100, state).numel() == back.wire_bytes(100)

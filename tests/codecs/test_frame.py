@@ -318,7 +318,8 @@ def test_many_bodies_are_not_single() -> None:
     with pytest.raises(FrameError) as error:
         read_single(GOLDEN + bytes(32))
     assert (
-        str(error.value) == "frame holds 2 bodies where one was expected; read it with read_frame."
+        str(error.value) == "frame holds 2 bodies where one was expected; decode it with "
+        "codec.bulk([...]).decode, or read it with read_frame."
     )
 
 

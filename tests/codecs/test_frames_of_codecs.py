@@ -252,7 +252,8 @@ def test_frame_of_two_bodies() -> None:
     data = bytearray(frame_bytes([32, 32]))
     write_header(data, Header(codec_hash=c.codec_hash), [Body(7, 32), Body(7, 32)])
     assert refusal(BY_EXPR["none"], torch.frombuffer(data, dtype=torch.uint8)) == (
-        "frame holds 2 bodies where one was expected; read it with read_frame."
+        "frame holds 2 bodies where one was expected; decode it with "
+        "codec.bulk([...]).decode, or read it with read_frame."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 import hipress
 from hipress.codecs import Codec, codec, describe, names
+from hipress.codecs.program import ProgramCodec
 from hipress.codecs.wrappers import Feedback, Momentum
 from hipress.errors import ProgramError, UsageError
 from tests.codecs.cases import CASES, HEAD, Case, gaussian
@@ -526,3 +528,81 @@ def test_examples(name: str) -> None:
 
 def test_there_are_examples() -> None:
     assert {"hipress.codecs.base", "hipress.codecs.table"} <= set(modules_with_examples())
+
+
+# --- arguments that are of no use ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call, why",
+    [
+        (lambda c, x, p: c.init(1000), r"init was given 1000; it takes a tensor .* c.init\(torch"),
+        (lambda c, x, p: c.init([x]), "init was given a list; it takes a tensor"),
+        (lambda c, x, p: c.init(x, seed="a"), "seed is 'a'; it must be a whole number."),
+        (lambda c, x, p: c.init(x, seed=1.5), "seed is 1.5; it must be a whole number."),
+        (lambda c, x, p: c.init(x, stream=None), "stream is None; it must be a whole number."),
+        (lambda c, x, p: c.init(x, seed=2**63), r"between -2\^63 and 2\^63 - 1."),
+        (lambda c, x, p: c.decode(p, alpha="x"), "alpha is 'x'; it must be one number"),
+        (lambda c, x, p: c.decode(p, alpha=x), "alpha is a tensor of several; it must be one"),
+        (lambda c, x, p: c.wire_bytes(x), "the number of elements is a tensor; it must be a whole"),
+        (lambda c, x, p: c.wire_bytes(1.5), "the number of elements is 1.5; it must be a whole"),
+        (lambda c, x, p: c.wire_bytes("5"), "the number of elements is '5'; it must be a whole"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused(call: Any, why: str) -> None:
+    c, x = codec("terngrad"), gaussian(100)
+    with pytest.raises(UsageError, match=why):
+        call(c, x, payload_of(c, x))
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    c, x = codec("terngrad"), gaussian(100)
+    assert c.wire_bytes(np.int64(100)) == c.wire_bytes(100)  # type: ignore[arg-type]
+    assert c.init(x, seed=np.int32(-3))["seed"] == -3  # type: ignore[arg-type]
+    half = c.decode(payload_of(c, x), alpha=0.5)
+    for alpha in (np.float32(0.5), torch.tensor(0.5)):
+        assert torch.equal(c.decode(payload_of(c, x), alpha=alpha), half)  # type: ignore[arg-type]
+
+
+# --- to another process --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "expr",
+    [
+        *names(),
+        "onebit(ef=false)",
+        "ef(topk(ratio=0.05))",
+        "momentum(onebit, mu=0.5)",
+        "dgc(warmup=8)",
+    ],
+)
+def test_a_codec_can_be_pickled(expr: str) -> None:
+    c, x = codec(expr), gaussian(300)
+    for whole in (c, c.aggregator(3), c.phase(0)):
+        again = pickle.loads(pickle.dumps(whole))
+        assert (again.name, again.codec_hash) == (whole.name, whole.codec_hash)
+        assert torch.equal(payload_of(again, x, seed=3), payload_of(whole, x, seed=3))
+    assert [at for at, _ in pickle.loads(pickle.dumps(c)).phases] == [at for at, _ in c.phases]
+
+
+def test_a_pickled_codec_keeps_its_backend_and_generic_wrappers() -> None:
+    c = codec("onebit")
+    assert isinstance(c, ProgramCodec)
+    assert pickle.loads(pickle.dumps(c.on_backend("cpu"))).backend == "cpu"
+    assert pickle.loads(pickle.dumps(c)).backend == "reference"
+    assert pickle.loads(pickle.dumps(Momentum(Feedback(codec("int8")), mu=0.5))).mu == 0.5
+
+
+def test_a_pickled_program_needs_its_file(tmp_path: Path) -> None:
+    for path in PROGRAMS.glob("TernGrad*.pse"):
+        shutil.copy(path, tmp_path)
+    file = tmp_path / "TernGradEncode.pse"
+    data = pickle.dumps(codec(str(file), bitwidth=2, ef=True))
+    assert "residual" in pickle.loads(data).init(torch.empty(3))
+    file.write_text(file.read_text() + "\n// changed")
+    with pytest.raises(UsageError, match="is not the one it was when the codec was pickled"):
+        pickle.loads(data)
+    file.unlink()
+    with pytest.raises(UsageError, match="TernGradEncode.pse"):
+        pickle.loads(data)

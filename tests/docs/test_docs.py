@@ -1,7 +1,8 @@
 """What README.md and docs/ say is run: programs, Python, commands with their output, tables.
 
     ```c [FILE]       a program, whole or one of two functions with the same stem on the page
-    ```python         run, all blocks of a page in order, in one namespace
+    ```python         run, all blocks of a page in order, in one namespace; where the next words are
+                      "It prints `...`", that is what it must print
     ```console        `$ hipress ...` and what it prints; a line of three dots stands for any lines
     ```text [FILE]    not looked at
     ```sh             not looked at
@@ -13,7 +14,9 @@ the tables of docs/codecs: options, what travels back, bytes that kernels move.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import re
 import shlex
 import sys
@@ -28,6 +31,7 @@ import pytest
 import torch
 
 import hipress
+from hipress.cli._expressions import split_expressions
 from hipress.cli.main import main
 from hipress.codecs import table, wrappers
 from hipress.codecs.program import ProgramCodec
@@ -55,6 +59,8 @@ class Block:
     language: str
     file: str
     text: str
+    prints: str | None = None
+    """What the page says that it prints, if anything."""
 
     @property
     def place(self) -> str:
@@ -68,7 +74,9 @@ def blocks(page: str, text: str) -> list[Block]:
     for fence in fences:
         language, _, file = fence[1].strip().partition(" ")
         line = text.count("\n", 0, fence.start()) + 2
-        found.append(Block(page, line, language, file.strip(), fence[2]))
+        claim = re.match(r"\s*It prints `([^`]*)`", text[fence.end() :])
+        prints = None if claim is None else claim[1]
+        found.append(Block(page, line, language, file.strip(), fence[2], prints))
     return found
 
 
@@ -213,7 +221,10 @@ def run_python(page: str, text: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     for block in (b for b in blocks(page, text) if b.language == "python"):
         code = "\n" * (block.line - 1) + block.text  # so that a traceback shows the page's line
-        exec(compile(code, str(ROOT / page), "exec"), names)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(compile(code, str(ROOT / page), "exec"), names)
+        if block.prints is not None:
+            assert said.getvalue().strip() == block.prints, f"{block.place} prints something else"
     return names
 
 
@@ -243,6 +254,9 @@ def test_console(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_checks_of_runs_can_fail(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python("p", "```python\nprint(2)\n```\n\nIt prints `2`: so it is.\n")
+    with pytest.raises(AssertionError, match="p:2 prints something else"):
+        run_python("p", "```python\nprint(2)\n```\n\nIt prints `3`.\n")
     with pytest.raises(AssertionError):
         run_python("p", "```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
     version = f"hipress {hipress.__version__}"
@@ -336,6 +350,15 @@ def test_the_table_of_codecs() -> None:
     for expression, _, ratio, feedback in found:
         assert ratio == ratio_of(expression), expression
         assert feedback == feedback_of(expression), expression
+
+
+def test_the_command_of_the_speed_page_lists_its_rows() -> None:
+    page = PAGES["docs/speed.md"]
+    command = next(b.text for b in blocks("", page) if b.language == "sh").replace("\\\n", "")
+    words = shlex.split(command)
+    listed = split_expressions(words[words.index("--codecs") + 1])
+    table_rows = page.partition("| codec | encode: limit |")[2].partition("\n\n")[0]
+    assert listed == re.findall(r"^\| `([^`]+)`", table_rows, re.MULTILINE)
 
 
 # --- one page for each codec ---------------------------------------------------------------------

@@ -13,6 +13,7 @@ import importlib
 import math
 import os
 import random
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,26 @@ def test_the_ratio_of_learning_rates_scales_the_residual() -> None:
     same_states(case, there, state, alike, scale)
 
 
+def test_a_ratio_of_learning_rates_is_one_number() -> None:
+    c, x = pair("onebit(block=64)").gpu, gaussian(300).to(DEVICE)
+    frames = []
+    for ratio in (0.25, torch.tensor(0.25)):
+        state: dict[str, Any] = {**moved(started(c, 300)), "lr_ratio": ratio}
+        frames.append(c.encode(x, state))
+    assert torch.equal(*frames)
+    state["lr_ratio"] = torch.tensor([0.25, 0.5], device=DEVICE)
+    with pytest.raises(UsageError, match="'lr_ratio' is .*; it must be one number"):
+        c.encode(x, state)
+
+
+def test_a_seed_is_a_tensor_of_the_state() -> None:
+    c, x = pair("terngrad").gpu, gaussian(300).to(DEVICE)
+    state: dict[str, Any] = c.init(x)
+    state["seed"] = 7
+    with pytest.raises(UsageError, match="state 'seed' is 7; it must be a tensor of 1 int64 on"):
+        c.encode(x, state)
+
+
 # --- many gradients, many workers ----------------------------------------------------------------
 
 SHARED = ("int8", "onebit", "ef(terngrad)", "topk", "randomk")
@@ -350,6 +371,59 @@ def test_the_mean_of_workers_comes_back(case: Case) -> None:
         assert torch.allclose(back.gpu.decode(payload).cpu(), want, rtol=FEW_ULPS * 2.0**-23)
 
 
+def test_a_bulk_checks_every_entry_of_its_table() -> None:
+    c = pair("onebit(ef=false)").gpu
+    made, asked = c.bulk([64, 2048, 512]), c.bulk([64, 512, 2048])
+    assert made.wire_bytes == asked.wire_bytes
+    payload = made.encode(torch.ones(made.numel, device=DEVICE))
+    asked.decode(payload, out=torch.zeros(asked.numel, device=DEVICE))
+    assert "its header is not that of such a frame" in pending()
+
+
+def test_a_bulk_takes_states_and_memory_of_its_own() -> None:
+    c = pair("terngrad").gpu
+    bulk = c.bulk([64, 100])
+    flat = gaussian(bulk.numel).to(DEVICE)
+    state = bulk.init(flat)
+    with pytest.raises(UsageError, match="state 'seed' is not one number for each of the 2"):
+        bulk.encode(flat, c.init(flat))
+    room = torch.zeros(2 * bulk.wire_bytes, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(UsageError, match="encode needs .* contiguous bytes"):
+        bulk.encode(flat, state, out=room[::2])
+    with pytest.raises(UsageError, match="does not start on a multiple of 16 bytes"):
+        bulk.encode(flat, state, out=room[1 : 1 + bulk.wire_bytes])
+
+
+LEVELS = """
+param P {{ {type} s = {value}; }}
+void XEncode(float* g, uint8* c, P p) {{
+    uint8* q = map(g, [&](float x) -> uint8 {{ return x / p.s + 100.0; }});
+    c = concat(q);
+}}
+void XDecode(uint8* c, float* g, P p) {{
+    uint8 q[g.size];
+    extract(c, q);
+    g = map(q, [&](uint8 a) -> float {{ return (a - 100) * p.s; }});
+}}
+"""
+
+
+@pytest.mark.parametrize("kinds", [("float", "uint8"), ("float", "float")], ids=str)
+def test_parameters_of_one_name_in_worker_and_aggregator(kinds: tuple[str, str]) -> None:
+    x, frames, means = 10 * gaussian(100), [], []
+    for backend in ("reference", "gpu"):
+        worker, back = (
+            ProgramCodec(
+                bound(LEVELS.format(type=kind, value=value), {}), name="x", backend=backend
+            )
+            for kind, value in zip(kinds, (2, 5), strict=True)
+        )
+        device = DEVICE if backend == "gpu" else torch.device("cpu")
+        frames = [worker.encode(x.to(device))] * 2
+        means.append(back.decode(back.merge(frames, worker, 100)).cpu())
+    assert torch.equal(*means)
+
+
 # --- bad numbers ---------------------------------------------------------------------------------
 
 
@@ -392,6 +466,19 @@ def test_bad_numbers_stay_visible_and_out_of_states(case: Case) -> None:
         if bad != bad:
             clean = c.gpu.encode(gaussian(n, seed=1).to(DEVICE), there)
             assert clean[FLAGS] == 0 and c.gpu.decode(clean).isfinite().all()
+
+
+def test_a_state_that_overflows_flags_the_frame() -> None:
+    x = gaussian(100)
+    x[3] = x[7] = 3e38  # one is sent, the other's accumulation overflows in the second step
+    made = hipress.codec("dgc(ratio=0.01)")
+    assert isinstance(made, ProgramCodec)
+    for backend in ("reference", "cpu", "gpu"):
+        c, there = on(made, backend), x.to(DEVICE if backend == "gpu" else "cpu")
+        state = c.init(there)
+        flags = [int(c.encode(there, state)[FLAGS]) for _ in range(2)]
+        assert flags == [0, 1], backend
+        assert all(value.isfinite().all() for value in state.values()), backend
 
 
 # --- damaged frames ------------------------------------------------------------------------------
@@ -451,8 +538,10 @@ def test_counts_and_indices_are_clamped(expr: str, add: bool) -> None:
         c.decode(frame, out=guarded.out, add=add)
         assert guarded.intact()
         message = pending()
-        assert message.startswith(f"a frame that was decoded on {gpu_device()} before is damaged: ")
-        assert message.endswith("; what was decoded since then must not be used.")
+        assert message.startswith(
+            f"a frame that was worked on before this call on {gpu_device()} is damaged: "
+        )
+        assert message.endswith("; what was made of it since then must not be used.")
         assert pending() == ""  # told once
         with pytest.raises(FrameError, match="is damaged"):
             c.decode(frame)
@@ -471,7 +560,7 @@ def test_damage_is_told_by_the_next_call() -> None:
         c.decode(bad, out=out)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        with pytest.raises(FrameError, match="before is damaged"):
+        with pytest.raises(FrameError, match="was worked on before this call"):
             call()
         call()
     assert torch.equal(c.decode(payload, out=out), c.decode(payload))
@@ -479,9 +568,10 @@ def test_damage_is_told_by_the_next_call() -> None:
 
 @pytest.mark.parametrize(
     "at, dtype, value",
-    [(0, torch.uint8, 0), (4, torch.int16, 9), (20, torch.int32, 2), (24, torch.int64, 5),
-     (32, torch.int64, 80), (64, torch.int64, 301), (72, torch.int64, 16)],
-    ids=["magic", "version", "bodies", "codec", "bytes", "elements", "body"],
+    [(0, torch.uint8, 0), (4, torch.int16, 9), (6, torch.uint8, 2), (7, torch.uint8, 1),
+     (20, torch.int32, 2), (24, torch.int64, 5), (32, torch.int64, 80),
+     (64, torch.int64, 301), (72, torch.int64, 16)],
+    ids=["magic", "version", "flag 1", "flag 8", "bodies", "codec", "bytes", "elements", "body"],
 )  # fmt: skip
 def test_a_header_that_is_not_ours(at: int, dtype: torch.dtype, value: int) -> None:
     c, n = pair("onebit(ef=false)").gpu, 300
@@ -493,6 +583,18 @@ def test_a_header_that_is_not_ours(at: int, dtype: torch.dtype, value: int) -> N
     with pytest.raises(FrameError):
         c.decode(frame)
     assert pending() == ""
+
+
+def test_a_number_of_elements_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = pair("onebit(ef=false)").gpu
+    payload = c.encode(gaussian(64).to(DEVICE), {})
+    head = payload.cpu().numpy().copy()
+    head[64:72].view(np.uint64)[0] = 2**33
+    head[16:20].view(np.uint32)[0] = zlib.crc32(head[20:80].tobytes())
+    hostile = torch.from_numpy(head).to(DEVICE)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory was asked for"))
+    with pytest.raises(FrameError, match="for 8589934592 elements"):
+        c.decode(hostile)
 
 
 def test_fields_that_are_the_senders_own() -> None:
@@ -704,3 +806,59 @@ def test_a_program_means_the_same(what: str) -> None:
 def test_what_programs_side_by_side_cannot_do_is_refused(why: str) -> None:
     with pytest.raises(BackendError, match=why):
         own(REFUSED[why], "gpu").encode(gaussian(100, seed=1).to(DEVICE), {})
+
+
+SORT = """
+void XEncode(float* g, uint8* c) {{
+    {type}* q = sort(map(g, [&](float x) -> {type} {{ return x; }}));
+    c = concat(q);
+}}
+void XDecode(uint8* c, float* g) {{
+    {type} q[g.size];
+    extract(c, q);
+    g = map(q, [&]({type} a) -> float {{ return a; }});
+}}
+"""
+
+
+@pytest.mark.parametrize("type_, most", [("uint16", 65535.0), ("uint32", 4294967040.0)])
+def test_large_unsigned_numbers_are_sorted_as_such(type_: str, most: float) -> None:
+    x = torch.linspace(most, 0, 300)
+    text = SORT.format(type=type_)
+    right, c = (
+        ProgramCodec(bound(text, {}), name="x", backend=backend) for backend in ("reference", "gpu")
+    )
+    payload = c.encode(x.to(DEVICE))
+    assert torch.equal(payload.cpu(), right.encode(x))
+    assert c.decode(payload)[-1] == most
+
+
+SPREAD = """
+void XEncode(float* g, uint8* c) {
+    int n = g.size;
+    uint32 key = random<int>(0, 2147483647);
+    float* value = gather(g, sample(range(n), max(1, n / 10), key));
+    c = concat(key, value);
+}
+void XDecode(uint8* c, float* g) {
+    int n = g.size;
+    uint32 key;
+    float* value;
+    extract(c, key, value);
+    float* spread = scatter(sample(range(n), max(1, n / 10), key), value, n);
+    g = map(spread, [&](float s) -> float { return s + 0.5; });
+}
+"""
+
+
+def test_feedback_of_what_is_made_of_a_scattered_array() -> None:
+    right, c = (
+        ProgramCodec(bound(SPREAD, {}), name="x", variant=Variant(feedback=True), backend=backend)
+        for backend in ("cpu", "gpu")
+    )
+    x = gaussian(100)
+    state = right.init(x, seed=3)
+    there = moved(state)
+    for _ in range(2):
+        assert torch.equal(c.encode(x.to(DEVICE), there).cpu(), right.encode(x, state))
+        assert torch.equal(there["residual"].cpu(), state["residual"])

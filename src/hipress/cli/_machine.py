@@ -84,6 +84,15 @@ def memory_facts() -> Facts:
     }
 
 
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Return the memory that a process can still get, or None where nothing tells."""
+    words = _read_words(meminfo)
+    if "MemAvailable:" not in words:
+        return None
+    free = int(words[words.index("MemAvailable:") + 1]) * 1024
+    return min(free, cgroup_memory_bytes() or free)
+
+
 def cgroup_cores(proc: Path = _PROC_CGROUP, root: Path = _CGROUP_ROOT) -> float | None:
     """Return the CPU quota of this process's cgroups in cores, or None where there is none."""
     quotas = []

@@ -10,9 +10,13 @@ import typer
 
 from hipress.cli import bench_convergence
 from hipress.cli._expressions import split_expressions
+from hipress.cli._machine import available_memory_bytes
 from hipress.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True)
+
+LEAST_COPIES = 4
+"""Arrays of the gradient's size that the cheapest row needs: itself, a copy, frame, decoded."""
 
 _UNIT_BYTES = {
     "": 1,
@@ -60,9 +64,11 @@ def codecs(
     same for eager torch with every buffer made beforehand.
     """
     from hipress.report.codec_rows import line_up
-    from hipress.report.table import is_stdout, write_json
+    from hipress.report.table import check_json, is_stdout, write_json
 
+    check_json(json)
     size_bytes = parse_size(size)
+    _check_memory(size, size_bytes)
     expressions = line_up() if codecs is None else split_expressions(codecs)
     rows = _codec_rows(expressions, size_bytes, parse_threads(threads), repeats, eager)
     _print_codec_rows(rows, to_stderr=is_stdout(json))
@@ -86,6 +92,17 @@ def parse_size(text: str) -> int:
             "4MiB (2^20) or 25e6."
         )
     return num_bytes
+
+
+def _check_memory(text: str, size_bytes: int) -> None:
+    """Refuse a gradient that memory cannot hold, with what a run makes of it."""
+    available = available_memory_bytes()
+    if available is not None and LEAST_COPIES * size_bytes > available:
+        raise UsageError(
+            f"size {text!r} is {size_bytes / 1e6:,.0f} MB, and a run holds at least {LEAST_COPIES} "
+            f"arrays of it; {available / 1e6:,.0f} MB of memory are available: give --size "
+            f"{max(available // (2 * LEAST_COPIES) // 10**6, 1)}MB or less."
+        )
 
 
 def parse_threads(text: str) -> list[int]:
@@ -112,7 +129,8 @@ def _codec_rows(
     from hipress.report.table import progress_bar
 
     for expression in expressions:
-        hipress.codec(expression)  # a misspelt last one must not cost a minute
+        # A misspelt last one must not cost a minute, nor one that takes fewer elements.
+        hipress.codec(expression).wire_bytes(size_bytes // 4)
     x = gaussian(size_bytes)
     rows = []
     with progress_bar(len(expressions) * len(threads)) as begin:

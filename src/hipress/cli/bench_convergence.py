@@ -58,9 +58,10 @@ def convergence(
     the same seed and number of steps, the mean of all seeds.
     """
     from hipress.report import convergence_table as table
-    from hipress.report.table import is_stdout, write_json
+    from hipress.report.table import check_json, is_stdout, write_json
     from hipress.train.compare import line_up
 
+    check_json(json)
     table.check_outputs(markdown, plot)
     tasks = _tasks(data, data_dir, steps, rate)
     expressions = line_up() if codecs is None else split_expressions(codecs)

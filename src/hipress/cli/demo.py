@@ -33,8 +33,9 @@ def demo(
     ] = None,
 ) -> None:
     """Run every codec on the gradient of a small network and show what it costs and saves."""
-    from hipress.report.table import is_stdout, write_json
+    from hipress.report.table import check_json, is_stdout, write_json
 
+    check_json(json)
     gradient = digits_gradient(_WIDTH)
     rows = demo_rows(gradient)
     _print_rows(rows, gradient.numel(), to_stderr=is_stdout(json))

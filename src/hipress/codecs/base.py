@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
+from typing import TYPE_CHECKING
 
 import torch
 
-from hipress.errors import UsageError
+from hipress.codecs import tensors
+from hipress.errors import FrameError, UsageError
+
+if TYPE_CHECKING:
+    from hipress.codecs.bulk import Bulk
 
 State = dict[str, torch.Tensor]
 """A codec's memory by name: "residual", "momentum", "step", ...; empty if it has none."""
@@ -39,6 +44,39 @@ def workers(num_workers: int) -> int:
             "number, at least 1, e.g. c.aggregator(4)."
         )
     return int(num_workers)
+
+
+def frames_to_merge(
+    payloads: Sequence[torch.Tensor], worker: Codec, numel: int
+) -> list[torch.Tensor]:
+    """The frames of workers as `merge` takes them; refuses what cannot be merged."""
+    if isinstance(payloads, torch.Tensor) or not isinstance(payloads, Iterable):
+        raise UsageError(
+            f"merge was given one {type(payloads).__name__} as payloads; it takes a list, the "
+            "frame of each worker: merge([payload, ...], worker, numel, state)."
+        )
+    if not isinstance(worker, Codec):
+        raise UsageError(
+            f"merge was given a {type(worker).__name__} as worker; it takes the codec that made "
+            "the frames: merge(payloads, worker, numel, state)."
+        )
+    if isinstance(numel, dict):
+        raise UsageError(
+            "merge was given a state where the number of elements stands: "
+            "merge(payloads, worker, numel, state)."
+        )
+    size = worker.wire_bytes(numel)
+    frames = [tensors.checked_payload(payload) for payload in payloads]
+    if not frames:
+        raise UsageError("merge needs at least one frame.")
+    for k, payload in enumerate(frames):
+        if payload.numel() != size or payload.device != frames[0].device:
+            raise FrameError(
+                f"merge: frame {k} has {payload.numel()} bytes on {payload.device}; of "
+                f"numel={numel} elements {worker.name} makes {size}, on {frames[0].device} as "
+                "the first."
+            )
+    return frames
 
 
 class Codec(ABC):
@@ -146,7 +184,7 @@ class Codec(ABC):
         element.
 
         Args:
-            payloads: Frames of `worker`.
+            payloads: Frames of `worker`, all on one device.
             worker: The codec that made them.
             numel: Elements of each.
             state: Of this codec, from `init`.
@@ -162,13 +200,29 @@ class Codec(ABC):
             >>> a.merge(frames, c, 100, a.init(x)).numel() == a.wire_bytes(100)
             True
         """
-        if not payloads:
-            raise UsageError("merge needs at least one frame.")
-        alpha = 1 / len(payloads) if alpha is None else alpha
-        mean = torch.zeros(numel, dtype=torch.float32, device=payloads[0].device)
-        for payload in payloads:
-            worker.decode(payload, out=mean, add=True, alpha=alpha)
+        frames = frames_to_merge(payloads, worker, numel)
+        alpha = 1 / len(frames) if alpha is None else tensors.factor(alpha)
+        mean = torch.zeros(numel, dtype=torch.float32, device=frames[0].device)
+        for k, payload in enumerate(frames):
+            try:
+                worker.decode(payload, out=mean, add=True, alpha=alpha)
+            except UsageError as error:  # frames of several numbers of elements may be as long
+                raise FrameError(
+                    f"merge: frame {k} does not hold numel={numel} elements; give the number of "
+                    "elements of the gradients."
+                ) from error
         return self.encode(mean, state, out=out)
+
+    def bulk(self, numels: Iterable[int]) -> Bulk:
+        """This codec for many gradients at once, in one frame (see `Bulk`).
+
+        Args:
+            numels: The number of elements of each gradient, in order.
+        """
+        raise UsageError(
+            f"{self.name} is not made from a program alone and takes one gradient at a time; "
+            "codecs of the table have bulk."
+        )
 
     @property
     def shares_stream(self) -> bool:

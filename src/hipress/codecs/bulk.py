@@ -45,12 +45,7 @@ class Bulk:
 
     def __init__(self, codec: ProgramCodec, numels: Iterable[int]) -> None:
         self.codec = codec
-        self.numels = tuple(numels)
-        if not self.numels or min(self.numels) < 1 or len(self.numels) > frame.MAX_BODIES:
-            raise UsageError(
-                f"a bulk of {len(self.numels)} gradients of {min(self.numels, default=0)} or more "
-                f"elements; it takes 1 to {frame.MAX_BODIES} gradients of at least one element."
-            )
+        self.numels = _checked(numels)
         self._bodies = [codec.wire_bytes(n) - frame.frame_bytes([0]) for n in self.numels]
         self.wire_bytes = frame.frame_bytes(self._bodies)
         """Bytes of the frame."""
@@ -73,6 +68,7 @@ class Bulk:
     def init(self, flat: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
         """Fresh state for buffers like `flat`; gradient k draws its numbers with seed + k."""
         self._check(flat, "the buffer")
+        seed, stream = tensors.seed(seed, "seed"), tensors.seed(stream, "stream")
         state: State = self.codec.init(flat)
         if "seed" in state:
             count = len(self.numels)
@@ -123,6 +119,7 @@ class Bulk:
             FrameError: `payload` is damaged or of another bulk.
         """
         dtype = self._check(out, "out")
+        alpha = tensors.factor(alpha)
         payload = tensors.checked_payload(payload)
         if payload.numel() != self.wire_bytes:
             raise FrameError(
@@ -156,6 +153,11 @@ class Bulk:
         return places
 
     def _check(self, flat: torch.Tensor, what: str) -> str:
+        if not isinstance(flat, torch.Tensor):
+            raise UsageError(
+                f"{what} is a {type(flat).__name__}; a bulk takes one tensor with all gradients: "
+                "flat = torch.zeros(bulk.numel), filled through bulk.views(flat)."
+            )
         dtype = tensors.storage(flat, what)
         if flat.numel() != self.numel or flat.dim() != 1 or not flat.is_contiguous():
             raise UsageError(
@@ -203,3 +205,22 @@ class Bulk:
                 continue
             part = payload[body.offset : body.offset + body.num_bytes]
             self.codec.decode_body(part, view, add=add, alpha=alpha)
+
+
+def _checked(numels: Iterable[int]) -> tuple[int, ...]:
+    """The numbers of elements; refuses what no bulk is made of."""
+    if not isinstance(numels, Iterable) or isinstance(numels, torch.Tensor | str):
+        raise UsageError(
+            f"bulk was given a {type(numels).__name__}; it takes the number of elements of each "
+            "gradient, e.g. codec.bulk([p.numel() for p in model.parameters()])."
+        )
+    found = tuple(tensors.integer(n, f"bulk: numels[{k}]") for k, n in enumerate(numels))
+    if not 1 <= len(found) <= frame.MAX_BODIES:
+        raise UsageError(f"bulk of {len(found)} gradients; it takes 1 to {frame.MAX_BODIES}.")
+    for k, numel in enumerate(found):
+        if numel < 1:
+            raise UsageError(
+                f"bulk: numels[{k}] is {numel}; each gradient must have at least one element, "
+                "leave the others out."
+            )
+    return found

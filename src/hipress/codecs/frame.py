@@ -215,7 +215,8 @@ def read_single(frame: Readable, codec_hash: int | None = None) -> tuple[Header,
     header, num_bodies = _read_header(view, codec_hash)
     if num_bodies != 1:
         raise FrameError(
-            f"frame holds {num_bodies} bodies where one was expected; read it with read_frame."
+            f"frame holds {num_bodies} bodies where one was expected; decode it with "
+            "codec.bulk([...]).decode, or read it with read_frame."
         )
     numel, num_bytes = _ENTRY.unpack_from(view, HEADER_BYTES)
     _check_entry(0, numel, num_bytes)

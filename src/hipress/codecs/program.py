@@ -12,7 +12,7 @@ import torch
 
 from hipress import settings
 from hipress.codecs import frame, tensors
-from hipress.codecs.base import Codec, State, lr_ratio, workers
+from hipress.codecs.base import Codec, State, frames_to_merge, lr_ratio, workers
 from hipress.compll.build import Bound, Loaded
 from hipress.compll.derive import ALPHA, MU, PLAIN, RHO, Variant
 from hipress.compll.ir import MAX_NUMEL
@@ -140,6 +140,18 @@ class ProgramCodec(Codec):
             shares_stream=self._shares_stream,
         )
 
+    def on_backend(self, backend: str) -> ProgramCodec:
+        """The same codec on one backend, whatever the settings say."""
+        return ProgramCodec(
+            self.bound,
+            name=self.name,
+            variant=self.variant,
+            mu=self.mu,
+            backend=backend,
+            family=self.family,
+            shares_stream=self._shares_stream,
+        )
+
     def aggregator(self, num_workers: int) -> Codec:
         return self.family.back(workers(num_workers), self.variant.feedback) or self
 
@@ -156,7 +168,15 @@ class ProgramCodec(Codec):
     def phases(self) -> tuple[tuple[int, Codec], ...]:
         return tuple(self.family.phases()) or ((0, self),)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By name: a program's kernels and the functions of its family do not travel.
+        from hipress.codecs.table import remade
+
+        return remade, (self.name, self.codec_hash, self._backend)
+
     def wire_bytes(self, numel: int) -> int:
+        if not isinstance(numel, int):
+            numel = tensors.integer(numel, "the number of elements")
         if not 0 <= numel <= MAX_NUMEL:
             raise UsageError(f"a gradient of {numel} elements; a codec takes 0 to {MAX_NUMEL}.")
         size = HEAD_BYTES + self._body_bytes(numel)
@@ -168,7 +188,14 @@ class ProgramCodec(Codec):
         return size
 
     def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
+        if not isinstance(x, torch.Tensor):
+            found = f"{x!r}" if isinstance(x, int) else f"a {type(x).__name__}"
+            raise UsageError(
+                f"init was given {found}; it takes a tensor with the shape, dtype and device of "
+                "the gradients to come, e.g. c.init(torch.empty(1000))."
+            )
         tensors.storage(x, "the gradient")
+        seed, stream = tensors.seed(seed, "seed"), tensors.seed(stream, "stream")
         state: State = {}
         for name in self._state_names:
             state[name] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
@@ -218,6 +245,8 @@ class ProgramCodec(Codec):
     ) -> torch.Tensor:
         if out is not None:
             _checked_target(payload, out)
+        if not isinstance(alpha, float):
+            alpha = tensors.factor(alpha)
         payload = tensors.checked_payload(payload)
         if self.runs_on_gpu(payload):
             return self._decode_on_gpu(payload, out, add, alpha)
@@ -239,7 +268,6 @@ class ProgramCodec(Codec):
         return out
 
     def bulk(self, numels: Iterable[int]) -> Bulk:
-        """This codec for many gradients at once, in one frame (see `Bulk`)."""
         from hipress.codecs.bulk import Bulk
 
         return Bulk(self, numels)
@@ -275,17 +303,14 @@ class ProgramCodec(Codec):
         alpha: float | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        frames = [tensors.checked_payload(p) for p in payloads]
+        frames = frames_to_merge(payloads, worker, numel)
+        if state is None and self._state_keys:
+            raise self._stateless("merge(payloads, worker, numel, state)")
         fused = self._merge_of(worker, frames) if numel else None
         if fused is None:
             return super().merge(frames, worker, numel, state, alpha=alpha, out=out)
+        alpha = 1 / len(frames) if alpha is None else tensors.factor(alpha)
         size, device = self.wire_bytes(numel), frames[0].device
-        for payload in frames:
-            if payload.numel() != worker.wire_bytes(numel) or payload.device != device:
-                raise FrameError(
-                    f"a frame of {payload.numel()} bytes on {payload.device}; {worker.name} needs "
-                    f"{worker.wire_bytes(numel)} for {numel} elements, on {device} as the first."
-                )
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=device)
         out = tensors.checked_out(out, size, device)
@@ -293,13 +318,13 @@ class ProgramCodec(Codec):
         if any(p.untyped_storage().data_ptr() == memory for p in frames):
             raise UsageError("out lies in the memory of a frame that is merged; give its own.")
         held = self.held(state, torch.empty(1, device=device).expand(numel))
-        fused(frames, numel, held, state, out, 1 / len(frames) if alpha is None else alpha)
+        fused(frames, numel, held, state, out, alpha)
         self._count_step(state)
         return out
 
     def _merge_of(self, worker: Codec, payloads: Sequence[torch.Tensor]) -> GpuMerge | None:
         """The kernel that merges frames of `worker`, where there is one."""
-        if not payloads or not isinstance(worker, ProgramCodec):
+        if not isinstance(worker, ProgramCodec):
             return None
         if len(payloads) > MAX_MERGED or not self.runs_on_gpu(payloads[0]):
             return None
@@ -386,10 +411,7 @@ class ProgramCodec(Codec):
         keys = self._state_keys
         if state is None:
             if keys:
-                raise UsageError(
-                    f"{self.name} keeps state; make it once with state = c.init(x) and pass it: "
-                    "c.encode(x, state)."
-                )
+                raise self._stateless("encode(x, state)")
             return []
         if not isinstance(state, dict) or state.keys() & (WRAPPER_KEYS | keys) != keys:
             raise self._foreign(state)
@@ -403,6 +425,12 @@ class ProgramCodec(Codec):
             return (0, 0, 0)
         seed, stream, step = (tensors.whole(key, state[key]) for key in RNG_KEYS)
         return seed & (2**64 - 1), stream & (2**32 - 1), step & (2**32 - 1)
+
+    def _stateless(self, call: str) -> UsageError:
+        """For a call without the state that this codec keeps."""
+        return UsageError(
+            f"{self.name} keeps state; make it once with state = c.init(x) and pass it: c.{call}."
+        )
 
     def _foreign(self, state: Any) -> UsageError:
         """Why a state is not one of this codec."""

@@ -138,6 +138,23 @@ def codec(expr: str, **options: Value) -> Codec:
     return _build(call) if _has_path(call) else _cached(str(call))
 
 
+def remade(name: str, codec_hash: int, backend: str | None) -> Codec:
+    """The codec that was pickled, made again by its name.
+
+    Raises:
+        UsageError: Its program is gone, or is no longer the one that was pickled.
+    """
+    made = codec(name)
+    if made.codec_hash != codec_hash:
+        raise UsageError(
+            f"the program of {name} is not the one it was when the codec was pickled; give both "
+            "processes the same file."
+        )
+    if backend is not None and isinstance(made, ProgramCodec):
+        made = made.on_backend(backend)
+    return made
+
+
 @lru_cache(maxsize=256)
 def _cached(expr: str) -> Codec:
     return _build(expression.parse(expr))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,34 @@ def check_state(name: str, held: torch.Tensor, x: torch.Tensor) -> None:
         f"state {name!r} {found}; the gradient needs {x.numel()} of torch.float32{needed}: make a "
         "new state with init(x)."
     )
+
+
+def integer(value: Any, what: str) -> int:
+    """A whole number that a caller gave; `what` says which, and what it is for."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, Integral):  # of NumPy
+        return int(value)
+    found = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+    raise UsageError(f"{what} is {found}; it must be a whole number.")
+
+
+def seed(value: Any, what: str) -> int:
+    """A seed or a stream: whole, of 64 bits, as a state holds it."""
+    number = integer(value, what)
+    if not -(2**63) <= number < 2**63:
+        raise UsageError(f"{what} is {number}; it must lie between -2^63 and 2^63 - 1.")
+    return number
+
+
+def factor(alpha: Any) -> float:
+    """What decode multiplies by: a number, or a tensor that holds one."""
+    if isinstance(alpha, float | int):
+        return alpha
+    if isinstance(alpha, Real) or (isinstance(alpha, torch.Tensor) and alpha.numel() == 1):
+        return float(alpha)
+    found = "a tensor of several" if isinstance(alpha, torch.Tensor) else repr(alpha)
+    raise UsageError(f"alpha is {found}; it must be one number, e.g. alpha=1 / num_workers.")
 
 
 def whole(name: str, held: torch.Tensor) -> int:

@@ -371,6 +371,19 @@ def block_sizes(exprs: Iterable[Expr]) -> set[int]:
     return sizes
 
 
+def block_bodies(roots: Iterable[Expr]) -> list[Expr]:
+    """What the block reductions below some values are made of."""
+    found: dict[Expr, None] = {}
+    todo = list(roots)
+    while todo:
+        for e in walk([todo.pop()]):
+            if e.op == "fold" and e.attr.block is not None:
+                new = [x for x in e.attr.exprs if x not in found]
+                found.update(dict.fromkeys(new))
+                todo += new
+    return list(found)
+
+
 def walk(roots: Iterable[Expr]) -> Iterator[Expr]:
     """Every value below `roots`, each once, arguments first (reductions are not entered)."""
     seen: set[Expr] = set()

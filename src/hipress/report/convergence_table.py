@@ -58,21 +58,23 @@ def write_markdown(path: Path, rows: Sequence[Row]) -> None:
     try:
         path.write_text(f"{head}{BEGIN}\n\n{markdown(rows)}\n{END}{tail}", "utf-8")
     except OSError as error:
-        raise UsageError(
-            f"cannot write {str(path)!r}: {error.strerror}; give --markdown a page that may be "
-            "written."
-        ) from error
+        raise _cannot_write(path, error) from error
 
 
 def check_outputs(page: Path | None, picture: Path | None) -> None:
     """Refuse a page or a picture that cannot be made, before the runs cost minutes.
 
     Raises:
-        UsageError: The page has not both markers once; the picture's folder or format is unknown.
+        UsageError: The page has not both markers once or cannot be written; the picture's folder
+            or format is unknown.
         MissingDependencyError: A picture is asked for and matplotlib is not installed.
     """
     if page is not None:
         _around_table(page)
+        try:
+            page.open("a").close()
+        except OSError as error:
+            raise _cannot_write(page, error) from error
     if picture is None:
         return
     formats = _figure(1).canvas.get_supported_filetypes()
@@ -125,6 +127,12 @@ def _around_table(page: Path) -> tuple[str, str]:
             "add them where the table shall stand."
         )
     return head, tail
+
+
+def _cannot_write(page: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"cannot write {str(page)!r}: {error.strerror}; give --markdown a page that may be written."
+    )
 
 
 def _figure(num_panels: int) -> Any:

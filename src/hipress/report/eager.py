@@ -94,7 +94,7 @@ def _onebit(options: dict[str, Value]) -> EagerCodec:
     def encode(x: Tensor) -> Parts:
         rows = pad(x.abs(), (0, -x.numel() % block)).view(-1, block)
         sizes = torch.full((len(rows),), float(block))
-        sizes[-1] = x.numel() - block * (len(rows) - 1)
+        sizes[-1:].fill_(x.numel() - block * (len(rows) - 1))
         return rows.sum(1) / sizes, pack(x < 0, 1)
 
     def decode(parts: Parts, n: int) -> Tensor:

@@ -105,10 +105,31 @@ def write_json(path: Path, command: str, rows: Sequence[Row]) -> None:
     try:
         path.write_text(text + "\n")
     except OSError as error:
-        raise UsageError(
-            f"cannot write {str(path)!r}: {error.strerror}; give --json a file in a folder that "
-            "exists and may be written."
-        ) from error
+        raise _cannot_write(path, error) from error
+
+
+def check_json(path: Path | None) -> None:
+    """Refuse a file that cannot be written, before a run costs minutes.
+
+    Raises:
+        UsageError: when the file cannot be written.
+    """
+    if path is None or is_stdout(path):
+        return
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    if is_new:
+        path.unlink()
+
+
+def _cannot_write(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"cannot write {str(path)!r}: {error.strerror}; give --json a file in a folder that "
+        "exists and may be written."
+    )
 
 
 def fixed(field: str, digits: int, scale: float = 1.0) -> Callable[[Row], str | None]:

@@ -11,7 +11,17 @@ from collections.abc import Iterable
 
 from hipress.compll.cpu.shared import Known, Shared, maximal
 from hipress.compll.cpu.spell import PACKED, RANDOM, loaded, rep, stored, wide
-from hipress.compll.ir import STORAGE_BITS, Array, Compact, Expr, Fold, Scatter, Store, walk
+from hipress.compll.ir import (
+    STORAGE_BITS,
+    Array,
+    Compact,
+    Expr,
+    Fold,
+    Scatter,
+    Store,
+    block_bodies,
+    walk,
+)
 from hipress.compll.render import Lines, Spell, loads, print_values
 
 
@@ -82,7 +92,7 @@ class Loops:
         for e, name in self.draws.items():
             rng = "rng" if len(e.args) == 1 else f"_keyed({known[e.args[1]]})"
             out(f"_{e.op}s({name}, m, a, {e.attr}, {rng})")
-        for e in walk([*self.roots, *_block_bodies(self.roots)]):
+        for e in walk([*self.roots, *block_bodies(self.roots)]):
             block = {"bnum": "t", "bstart": "a", "blen": "m"}.get(e.op)
             if block is not None:
                 known[e] = f"{rep(e)}({block})"
@@ -118,7 +128,7 @@ class Loops:
         if f.kind == "sum" and f.init.op == "const" and f.init.attr == 0:
             text = result
         name = self.shared.named(text, out)
-        for e in walk([*self.roots, *_block_bodies(self.roots)]):
+        for e in walk([*self.roots, *block_bodies(self.roots)]):
             if e.op == "fold" and e.attr is f:
                 known[e] = name
         self._block_values(out, known)
@@ -407,18 +417,5 @@ class Loops:
 
 def _aligned(roots: list[Expr]) -> list[Expr]:
     """The loads of an element's own index, inside block reductions too."""
-    found = walk([*roots, *_block_bodies(roots)])
+    found = walk([*roots, *block_bodies(roots)])
     return [e for e in found if e.op == "load" and e.args[0].op == "idx"]
-
-
-def _block_bodies(roots: Iterable[Expr]) -> list[Expr]:
-    """What the block reductions below `roots` are made of."""
-    found: dict[Expr, None] = {}
-    todo = list(roots)
-    while todo:
-        for e in walk([todo.pop()]):
-            if e.op == "fold" and e.attr.block is not None:
-                new = [x for x in e.attr.exprs if x not in found]
-                found.update(dict.fromkeys(new))
-                todo += new
-    return list(found)

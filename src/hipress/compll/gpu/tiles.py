@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from hipress.compll.gpu.shared import Known, Launch, Shared, identity
 from hipress.compll.gpu.spell import PACKED, RANDOM, TYPES, cast, loaded, rep, spread, stored, wide
-from hipress.compll.ir import STORAGE_BITS, Array, Expr, Fold, Store, walk
+from hipress.compll.ir import STORAGE_BITS, Array, Expr, Fold, Store, block_bodies, walk
 from hipress.compll.render import Lines, loads, print_values
 from hipress.errors import BackendError
 
@@ -92,7 +92,7 @@ class Tile:
     def open(self, name: str, out: Lines, arrays: Iterable[Array], more: str = "") -> Known:
         """Prints the head of the function; gives the texts of what comes from outside."""
         shared = self.shared
-        everything = [*self.roots, *_block_bodies(self.roots)]
+        everything = [*self.roots, *block_bodies(self.roots)]
         wanted = [*loads([self.length]), *loads(everything), *arrays]
         shared.tile_head(name, out, wanted, self.units, f"{more}, TAIL: tl.constexpr")
         known = shared.known([self.length, *everything])
@@ -255,7 +255,7 @@ class Tile:
                 init = cast(f"({init})", wide(f.type))
                 result = combined(self.shared, f, init, f"({result})")
             name = self._named(result, out)
-            for e in walk([*self.roots, *_block_bodies(self.roots)]):
+            for e in walk([*self.roots, *block_bodies(self.roots)]):
                 if e.op == "fold" and e.attr is f:
                     known[e] = name if f.type == "float" else self._named(cast(name, rep(e)), out)
 
@@ -382,17 +382,4 @@ def _power_above(number: int) -> int:
 
 
 def _all(roots: list[Expr]) -> list[Expr]:
-    return [*roots, *_block_bodies(roots)]
-
-
-def _block_bodies(roots: Iterable[Expr]) -> list[Expr]:
-    """What the block reductions below `roots` are made of."""
-    found: dict[Expr, None] = {}
-    todo = list(roots)
-    while todo:
-        for e in walk([todo.pop()]):
-            if e.op == "fold" and e.attr.block is not None:
-                new = [x for x in e.attr.exprs if x not in found]
-                found.update(dict.fromkeys(new))
-                todo += new
-    return list(found)
+    return [*roots, *block_bodies(roots)]
