@@ -9,6 +9,7 @@ from hipress.errors import (
     BackendError,
     FrameError,
     HipressError,
+    LabError,
     MissingDependencyError,
     ProgramError,
     UsageError,
@@ -33,6 +34,7 @@ def make_program_error(**changes):
         (FrameError, ValueError),
         (MissingDependencyError, ImportError),
         (BackendError, RuntimeError),
+        (LabError, RuntimeError),
         (ProgramError, Exception),
     ],
 )

@@ -1,6 +1,7 @@
 """HiPress: compressed gradient exchange for data-parallel training.
 
-`hipress.codec("ef(onebit)")` makes a codec; `hipress.codecs` lists and describes them.
+`hipress.codec("ef(onebit)")` makes a codec; `hipress.codecs` lists and describes them;
+`hipress.allreduce(tensor, codec="onebit")` averages a tensor over all ranks.
 """
 
 from __future__ import annotations
@@ -8,16 +9,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hipress.version import __version__
+
 if TYPE_CHECKING:
     from hipress import codecs
+    from hipress.casync.world import allreduce
     from hipress.codecs import Codec, codec
 
-__version__ = "0.1.0"
-
-__all__ = ["Codec", "__version__", "codec", "codecs"]
+__all__ = ["Codec", "__version__", "allreduce", "codec", "codecs"]
 
 # Public name: where it lives. Loaded when first used, so that `import hipress` costs nothing.
-_LAZY = {"Codec": "hipress.codecs", "codec": "hipress.codecs", "codecs": "hipress.codecs"}
+_LAZY = {
+    "Codec": "hipress.codecs",
+    "allreduce": "hipress.casync.world",
+    "codec": "hipress.codecs",
+    "codecs": "hipress.codecs",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,15 +6,21 @@
       + FrameError (ValueError)               a frame that is refused before any field is used
       + MissingDependencyError (ImportError)  an optional package that is not installed
       + BackendError (RuntimeError)           a backend that can not do what was asked
+      + AgreementError (RuntimeError)         ranks that were given different things
+      + PeerError (RuntimeError)              a rank that is gone, late, or sends other things
+      + LabError (RuntimeError)               an emulated cluster that is refused, or a job in it
 
 A message is one sentence that names the value, the rule, the choices and the next step.
 """
 
 __all__ = [
+    "AgreementError",
     "BackendError",
     "FrameError",
     "HipressError",
+    "LabError",
     "MissingDependencyError",
+    "PeerError",
     "ProgramError",
     "UsageError",
 ]
@@ -90,6 +96,42 @@ class BackendError(HipressError, RuntimeError):
     """A backend that is absent, or that can not run what it was given."""
 
 
+class AgreementError(HipressError, RuntimeError):
+    """Ranks that differ in what must be the same: codec, plan, tensors, versions.
+
+    Args:
+        message: What differs, and on which ranks.
+        ranks: Those that differ from rank 0.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_with_ranks, (type(self), str(self), self.ranks))
+
+
+class PeerError(HipressError, RuntimeError):
+    """A rank that is gone, late, or whose messages are not what was expected.
+
+    Args:
+        message: What was seen.
+        ranks: The ranks it is about, where they are known.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_with_ranks, (type(self), str(self), self.ranks))
+
+
+class LabError(HipressError, RuntimeError):
+    """An emulated cluster that this system refuses, or a job in it that failed or took too long."""
+
+
 def _excerpt(source_line: str, column: int) -> str:
     """Return the source line, its indent replaced by four spaces, over a caret at `column`."""
     text = source_line.lstrip()
@@ -101,6 +143,12 @@ def _excerpt(source_line: str, column: int) -> str:
     # A program may come from a stranger: no escape sequence reaches the terminal.
     shown = "".join(char if char.isprintable() or char == "\t" else "?" for char in text.rstrip())
     return f"    {shown}\n    {padding}^"
+
+
+def _with_ranks(
+    kind: type[AgreementError] | type[PeerError], message: str, ranks: tuple[int, ...]
+) -> HipressError:
+    return kind(message, ranks=ranks)
 
 
 def _program_error(

@@ -85,6 +85,19 @@ def num_threads(environ: Environ | None = None) -> int:
     return read(THREADS, environ)
 
 
+def exchange_threads(num_local_ranks: int, environ: Environ | None = None) -> int:
+    """Return how many threads encode and decode during a gradient exchange on a CPU.
+
+    Unless HIPRESS_THREADS is set, half of the cores, shared among the ranks of the host, and at
+    most 4: the rest is for training itself, and four keep up with 10 Gbit.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get(THREADS.name, "").strip():
+        return num_threads(environ)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return max(1, min(4, cores // (2 * num_local_ranks)))
+
+
 def backend(environ: Environ | None = None) -> str:
     """Return the CompLL backend asked for: "auto", "reference", "cpu" or "gpu"."""
     return read(BACKEND, environ)
@@ -98,6 +111,11 @@ def fashion_mnist(environ: Environ | None = None) -> Path | None:
 def log_level(environ: Environ | None = None) -> int:
     """Return the level for the logger `hipress`, as `logging` numbers them."""
     return read(LOG, environ)
+
+
+def timeout_s(environ: Environ | None = None) -> float:
+    """Return how long a rank may be late, in seconds."""
+    return read(TIMEOUT, environ)
 
 
 def unknown_variables(environ: Environ | None = None) -> list[UnknownVariable]:
@@ -156,6 +174,13 @@ def _positive(raw: str) -> int:
     return value
 
 
+def _seconds(raw: str) -> float:
+    value = float(raw)
+    if not 1 <= value <= 10**6:
+        raise ValueError(raw)
+    return value
+
+
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     def parse(raw: str) -> str:
         if raw.lower() not in choices:
@@ -184,7 +209,7 @@ CACHE_DIR = Setting(
 THREADS = Setting(
     name="HIPRESS_THREADS",
     default=_fixed("1"),
-    meaning="threads per codec call on a CPU",
+    meaning="threads per codec call on a CPU; of a gradient exchange, up to 4 unless set",
     rule="a whole number of at least 1",
     parse=_positive,
 )
@@ -215,5 +240,13 @@ FASHION_MNIST = Setting(
     parse=_path_or_none,
 )
 
-SETTINGS: tuple[Setting[Any], ...] = (CACHE_DIR, THREADS, BACKEND, LOG, FASHION_MNIST)
+TIMEOUT = Setting(
+    name="HIPRESS_TIMEOUT",
+    default=_fixed("300"),
+    meaning="seconds that a rank may be late before the others give up",
+    rule="a number of seconds from 1 to 1000000",
+    parse=_seconds,
+)
+
+SETTINGS: tuple[Setting[Any], ...] = (CACHE_DIR, THREADS, BACKEND, LOG, FASHION_MNIST, TIMEOUT)
 """The table: every variable that HiPress reads."""

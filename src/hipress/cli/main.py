@@ -50,6 +50,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("hipress.cli.demo", "Show the codecs at work on a real gradient."),
     "bench": Command("hipress.cli.bench", "Measure speed and accuracy, beside a baseline."),
     "compll": Command("hipress.cli.compll", "Compile, show and check a compression program."),
+    "lab": Command("hipress.cli.lab", "Run a command on an emulated cluster."),
     "doctor": Command("hipress.cli.doctor", "Say what this machine has and what will be used."),
 }
 """Name on the command line: the module that holds it, and its line in `hipress --help`."""

@@ -7,6 +7,7 @@ tile and are joined in order, filters put back what a later range took in vain.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -60,7 +61,19 @@ class Runner:
 
 def runner(num_threads: int) -> Runner | None:
     """The runner for some threads; None for one, which needs none."""
-    return None if num_threads == 1 else Runner(num_threads)
+    return None if num_threads == 1 or _here.alone else Runner(num_threads)
+
+
+def stay_on_this_thread() -> None:
+    """Kernels that this thread starts run on it alone: it is one of several that do such work."""
+    _here.alone = True
+
+
+class _Here(threading.local):
+    alone = False
+
+
+_here = _Here()
 
 
 @cache

@@ -1,0 +1,150 @@
+"""Ranks compare what they were given, and fail with the difference named.
+
+Everything goes through the store as JSON: each rank writes its own facts, rank 0 compares and
+writes a verdict, all read it. That is N writes and N reads, whatever is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from hipress.errors import AgreementError, PeerError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+GRACE_S = 5.0
+"""How much longer the others wait for the verdict than rank 0 does for the facts."""
+
+
+class Council:
+    """The ranks of one engine.
+
+    Args:
+        store: Shared by exactly these ranks.
+        rank: This one.
+        num_ranks: N.
+        timeout_s: How long a rank may be late.
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._count = 0
+
+    def agree(self, what: str, facts: Mapping[str, Any], *, told: Any = None) -> list[Any]:
+        """Returns when all ranks have the same facts: what each was `told` to share besides.
+
+        Args:
+            what: Names the occasion in errors; ranks must call in the same order.
+            facts: What must be equal, by name.
+            told: What need not; comes back as a list, one for each rank.
+
+        Raises:
+            AgreementError: Ranks differ.
+            PeerError: A rank did not come in time.
+        """
+        self._count += 1
+        base = f"agree/{self._count}"
+        # Through JSON, so that a tuple here equals the list that others read.
+        own = json.loads(json.dumps({"what": what, "facts": dict(facts), "told": told}))
+        self._store.set(f"{base}/{self._rank}", json.dumps(own))
+        if self._rank == 0:
+            verdict = self._judge(base, what, own)
+            self._store.set(f"{base}/verdict", json.dumps(verdict))
+        else:
+            verdict = self._verdict(base, what)
+        if verdict["error"] is None:
+            return list(verdict["told"])
+        kind = AgreementError if verdict["differ"] else PeerError
+        raise kind(verdict["error"], ranks=tuple(verdict["ranks"]))
+
+    def _judge(self, base: str, what: str, own: dict[str, Any]) -> dict[str, Any]:
+        deadline = time.monotonic() + self._timeout_s
+        keys = [f"{base}/{rank}" for rank in range(self._num_ranks)]
+        missing = [rank for rank, key in enumerate(keys) if not self._arrives(key, deadline)]
+        if missing:
+            error = (
+                f"{_ranks(missing)} did not come to {what} within {self._timeout_s:g} s: gone, "
+                "late, or calling in another order than rank 0; look at their output, or raise "
+                "HIPRESS_TIMEOUT."
+            )
+            return {"error": error, "ranks": missing, "differ": False, "told": []}
+        found = [json.loads(self._store.get(key)) for key in keys]
+        if any(one["what"] != what for one in found):
+            named = {rank: {"call": one["what"]} for rank, one in enumerate(found)}
+        else:
+            named = {rank: one["facts"] for rank, one in enumerate(found)}
+        text, ranks = difference(named)
+        told = [one["told"] for one in found]
+        return {"error": text, "ranks": ranks, "differ": True, "told": told}
+
+    def _arrives(self, key: str, deadline: float) -> bool:
+        left_s = max(deadline - time.monotonic(), 0.001)
+        try:
+            self._store.wait([key], timedelta(seconds=left_s))
+        except RuntimeError:
+            return self._store.check([key])
+        return True
+
+    def _verdict(self, base: str, what: str) -> dict[str, Any]:
+        key = f"{base}/verdict"
+        if self._arrives(key, time.monotonic() + self._timeout_s + GRACE_S):
+            verdict: dict[str, Any] = json.loads(self._store.get(key))
+            return verdict
+        error = (
+            f"rank 0 did not come to {what} within {self._timeout_s:g} s: gone, late, or calling "
+            "in another order; look at its output, or raise HIPRESS_TIMEOUT."
+        )
+        return {"error": error, "ranks": [0], "differ": False, "told": []}
+
+
+def difference(facts: Mapping[int, Mapping[str, Any]]) -> tuple[str | None, list[int]]:
+    """What ranks differ in, and which differ from the first; None where they are alike.
+
+    Example:
+        >>> difference({0: {"codec": "onebit"}, 1: {"codec": "int8"}, 2: {"codec": "onebit"}})[1]
+        [1]
+    """
+    first = next(iter(facts))
+    others: set[int] = set()
+    texts = []
+    for name in facts[first]:
+        by_value: dict[str, list[int]] = {}
+        for rank, values in facts.items():
+            by_value.setdefault(json.dumps(values.get(name)), []).append(rank)
+        if len(by_value) > 1:
+            others.update(r for ranks in list(by_value.values())[1:] for r in ranks)
+            texts.append(_tell(name, [(json.loads(v), ranks) for v, ranks in by_value.items()]))
+    if not texts:
+        return None, []
+    return f"ranks differ in {'; and in '.join(texts)}: give all ranks the same.", sorted(others)
+
+
+def _tell(name: str, found: Sequence[tuple[Any, list[int]]]) -> str:
+    values = [value for value, _ in found]
+    if all(isinstance(value, list) for value in values):
+        length = min(len(value) for value in values)
+        spots = (k for k in range(length) if any(v[k] != values[0][k] for v in values))
+        spot = next(spots, None)
+        if spot is not None:
+            name = f"{name}, at place {spot}"
+            found = [(value[spot], ranks) for value, ranks in found]
+        else:
+            name = f"{name}, in number"
+            found = [(len(value), ranks) for value, ranks in found]
+    return f"{name} ({', '.join(f'{value!r} on {_ranks(ranks)}' for value, ranks in found)})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {shown}{more}"

@@ -1,0 +1,241 @@
+"""Runs jobs on two queues, computing and communicating.
+
+    compute       encode, decode, merge: the task that stands first in the graph, of the oldest job,
+                  on one thread or a few
+    communicate   starts sends and receives, never waits for the network
+    waiters       wait for what was started: one for each peer's messages, one for all sends
+
+A task is released when the last one it needs is done; that is all the order there is. Tagged
+messages may overtake each other, so no queue ever waits for another rank's order.
+
+gloo tells that a message is there only to who waits for it, hence the waiters. It moves no byte
+before the receiver has asked, hence receives are started as soon as their memory is free.
+"""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hipress.casync.graph import COMPUTING, Verb
+from hipress.casync.job import Job
+from hipress.casync.memory import new_stream
+from hipress.casync.recipe import TAG_BITS
+from hipress.casync.transport import Pending, Transport
+from hipress.compll.threads import stay_on_this_thread
+from hipress.timeline import Event
+
+MAX_WAITERS = 16
+"""Peers share waiters beyond this."""
+
+CLOSE_S = 5.0
+"""A thread that is stuck in the network keeps nobody longer from leaving."""
+
+_SEQUENCES = 2**TAG_BITS
+_STOP = (-1, -1)
+
+
+class Executor:
+    """Threads that run jobs until they are closed.
+
+    Args:
+        transport: With tags.
+        device: Where gradients are; on a GPU work goes to a stream of its own.
+        explain: Called with what a thread ran into; returns the error that callers get.
+        num_threads: Of the computing queue; pieces share them, so each task runs on one. Work
+            for a GPU is started by one thread.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        explain: Callable[[BaseException], BaseException] = lambda error: error,
+        num_threads: int = 1,
+    ) -> None:
+        self.transport = transport
+        self.stream = new_stream(device) if device.type == "cuda" else None
+        self.events: list[Event] | None = None
+        """Where tasks are recorded, if anywhere."""
+        self.failure: BaseException | None = None
+        self._explain = explain
+        self._jobs: set[Job] = set()
+        self._lock = threading.Lock()
+        self._ready = _Heap()
+        self._posts: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()
+        self._waits: dict[int, queue.SimpleQueue[Any]] = {}
+        self._threads: list[threading.Thread] = []
+        self._num_computing = num_threads if self.stream is None else 1
+        for _ in range(self._num_computing):
+            self._start("compute", self._compute)
+        self._start("communicate", self._communicate)
+
+    def submit(self, job: Job) -> None:
+        """Starts a job that has begun; its `on_done` is called when all is done."""
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            self._jobs.add(job)
+        # Receives first: what the others send can then flow while this rank still encodes.
+        ready = [place for place, needs in enumerate(job.recipe.num_needs) if needs == 0]
+        tasks = job.recipe.graph.tasks
+        for place in sorted(ready, key=lambda place: tasks[place].verb is not Verb.RECV):
+            self._dispatch(job, place)
+        if job.left == 0:
+            self._finish(job)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all jobs with an error, now and from now on."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+            jobs, self._jobs = self._jobs, set()
+        for job in jobs:
+            job.on_done(error)
+
+    def close(self) -> None:
+        """Ends the threads; those that wait for the network end with it."""
+        for _ in range(self._num_computing):
+            self._ready.push(_STOP, None)
+        self._posts.put(None)
+        for waits in self._waits.values():
+            waits.put(None)
+        # A daemon thread that returns to Python while that shuts down aborts the process.
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+
+    def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(
+            target=self._guard, args=(target, *args), name=f"hipress-{name}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _guard(self, target: Callable[..., None], *args: Any) -> None:
+        try:
+            if self.stream is not None:
+                torch.cuda.set_stream(self.stream)
+            target(*args)
+        except BaseException as error:  # every failure must reach whoever waits
+            self.fail(self._explain(error))
+
+    def _dispatch(self, job: Job, place: int) -> None:
+        if job.recipe.graph.tasks[place].verb in COMPUTING:
+            self._ready.push((job.sequence, place), job)
+        else:
+            self._posts.put((job, place))
+
+    def _release(self, job: Job, place: int) -> None:
+        """Marks a task as done and starts what only waited for it."""
+        ready = []
+        with job.lock:
+            waiting = job.waiting
+            for follower in job.recipe.followers[place]:
+                waiting[follower] -= 1
+                if waiting[follower] == 0:
+                    ready.append(follower)
+            job.left -= 1
+            last = job.left == 0
+        for follower in ready:
+            self._dispatch(job, follower)
+        if last:
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        with self._lock:
+            if job not in self._jobs:
+                return
+            self._jobs.discard(job)
+        job.on_done(None)
+
+    def _record(self, job: Job, place: int, queue_name: str, start_ns: int) -> None:
+        if self.events is not None:
+            task = job.recipe.graph.tasks[place]
+            self.events.append(
+                Event(
+                    verb=task.verb.value,
+                    name=job.recipe.name or "",
+                    piece=task.piece,
+                    queue=queue_name,
+                    start_ns=start_ns,
+                    end_ns=time.perf_counter_ns(),
+                )
+            )
+
+    def _compute(self) -> None:
+        stay_on_this_thread()
+        while True:
+            place, job = self._ready.pop()
+            if job is None:
+                return
+            work = job.bound.work[place]
+            assert work is not None
+            start_ns = time.perf_counter_ns()
+            work()
+            self._record(job, place, "compute", start_ns)
+            self._release(job, place)
+
+    def _communicate(self) -> None:
+        while (found := self._posts.get()) is not None:
+            job, place = found
+            message = job.bound.messages[place]
+            assert message is not None
+            start_ns = time.perf_counter_ns()
+            high = job.sequence % _SEQUENCES << TAG_BITS
+            if job.recipe.graph.tasks[place].verb is Verb.ALL_REDUCE:
+                part = job.parts[job.recipe.graph.tasks[place].piece]
+                pending = self.transport.all_reduce(part.gather())
+                self._wait_for(-1, job, place, pending, start_ns)
+            for cell, to, tag in message.sends:
+                cell.settle()
+                pending = self.transport.send(cell.wire, to, high | tag)
+                self._wait_for(-1, job, place, pending, start_ns)
+            for cell, of, tag in message.recvs:
+                pending = self.transport.recv(cell.wire, of, high | tag)
+                self._wait_for(of % MAX_WAITERS, job, place, pending, start_ns)
+
+    def _wait_for(self, waiter: int, job: Job, place: int, pending: Pending, start_ns: int) -> None:
+        waits = self._waits.get(waiter)
+        if waits is None:
+            waits = self._waits[waiter] = queue.SimpleQueue()
+            self._start("wait" if waiter < 0 else f"wait-{waiter}", self._wait, waits)
+        waits.put((job, place, pending, start_ns))
+
+    def _wait(self, waits: queue.SimpleQueue[Any]) -> None:
+        while (found := waits.get()) is not None:
+            job, place, pending, start_ns = found
+            pending.wait()
+            task = job.recipe.graph.tasks[place]
+            if task.verb is Verb.RECV:
+                job.bound.messages[place].recvs[0][0].arrive()
+            elif task.verb is Verb.ALL_REDUCE:
+                job.bound.work[place]()
+            self._record(job, place, "send" if task.to else "recv", start_ns)
+            self._release(job, place)
+
+
+class _Heap:
+    """Ready tasks, the oldest job's first, in the order of its graph."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[tuple[int, int], int, Job | None]] = []
+        self._changed = threading.Condition(threading.Lock())
+
+    def push(self, key: tuple[int, int], job: Job | None) -> None:
+        with self._changed:
+            heapq.heappush(self._items, (key, id(job), job))
+            self._changed.notify()
+
+    def pop(self) -> tuple[int, Job | None]:
+        with self._changed:
+            while not self._items:
+                self._changed.wait()
+            (_, place), _, job = heapq.heappop(self._items)
+            return place, job

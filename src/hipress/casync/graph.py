@@ -1,0 +1,166 @@
+"""The task graph of one synchronisation on one rank: five verbs, pure data.
+
+Gradients are cut into *pieces*; each piece lives its own life and never meets another. What a task
+reads and writes are *slots*, names for memory that the engine allocates later. A task waits for
+whatever wrote the slots it reads, and for whoever still reads the slots it writes.
+
+Letters: N ranks, r this rank, p a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+
+class Verb(str, Enum):
+    """What a task does. The first five are CaSync's; the last two are made by lowering."""
+
+    ENCODE = "encode"
+    DECODE = "decode"
+    MERGE = "merge"
+    SEND = "send"
+    RECV = "recv"
+    EXCHANGE = "exchange"
+    """Several sends and receives that start together, in the same order on all ranks."""
+    ALL_REDUCE = "all_reduce"
+    """The transport's own sum."""
+
+
+COMPUTING = frozenset({Verb.ENCODE, Verb.DECODE, Verb.MERGE})
+"""Verbs of the computing queue; the others communicate."""
+
+
+class Kind(str, Enum):
+    """What a slot holds."""
+
+    GRADIENT = "gradient"
+    """The caller's elements: read first, written last."""
+    RAW = "raw"
+    """The elements of another rank, as that rank holds them."""
+    PLAIN = "plain"
+    """Elements as float32."""
+    FRAME = "frame"
+    """A worker's gradient under the worker's codec."""
+    PARTIAL = "partial"
+    """The mean of some ranks under the codec for that many."""
+    BACK = "back"
+    """The mean of all, as every rank decodes it."""
+
+
+class Slot(NamedTuple):
+    """A place for one piece."""
+
+    kind: Kind
+    piece: int
+    rank: int = 0
+    """Who made it."""
+    merged: int = 1
+    """How many contributions are in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One verb."""
+
+    verb: Verb
+    reads: tuple[Slot, ...] = ()
+    writes: tuple[Slot, ...] = ()
+    weights: tuple[float, ...] = ()
+    """Of a merge: the factor of each slot it reads."""
+    to: tuple[int, ...] = ()
+    """Of a send or exchange: the receiver of each slot it reads."""
+    of: tuple[int, ...] = ()
+    """Of a recv or exchange: the sender of each slot it writes."""
+    depth: int = 0
+    """Its place in the life of the piece, the same on all ranks: a recv is one below its send."""
+    needs: tuple[int, ...] = ()
+    """Tasks that must be done before it, as places in the graph."""
+
+    @property
+    def piece(self) -> int:
+        """The piece it works on (the first, for an exchange)."""
+        return (self.reads or self.writes)[0].piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """The tasks of one rank; each stands behind those it needs."""
+
+    num_ranks: int
+    rank: int
+    routes: tuple[int, ...]
+    """For each piece a number that spreads pieces over ranks: who aggregates, where a ring is
+    entered."""
+    tasks: tuple[Task, ...]
+
+
+@dataclass
+class Draft:
+    """Collects tasks and finds what each needs from the slots it touches."""
+
+    num_ranks: int
+    rank: int
+    routes: Sequence[int]
+    tasks: list[Task] = field(default_factory=list)
+    _writer: dict[Slot, int] = field(default_factory=dict)
+    _readers: dict[Slot, list[int]] = field(default_factory=dict)
+
+    def add(self, task: Task, needs: Iterable[int] = ()) -> None:
+        """Appends a task that needs what its slots demand, and `needs`."""
+        place = len(self.tasks)
+        found = set(needs)
+        for slot in task.reads:
+            if slot in self._writer:
+                found.add(self._writer[slot])
+        for slot in task.writes:
+            found.update(self._readers.pop(slot, ()))
+            if slot in self._writer:
+                found.add(self._writer[slot])
+        for slot in task.reads:
+            self._readers.setdefault(slot, []).append(place)
+        for slot in task.writes:
+            self._writer[slot] = place
+        found.discard(place)
+        self.tasks.append(replace(task, needs=tuple(sorted(found))))
+
+    def encode(self, x: Slot, frame: Slot, depth: int) -> None:
+        """x under the codec of `frame`."""
+        self.add(Task(verb=Verb.ENCODE, reads=(x,), writes=(frame,), depth=depth))
+
+    def decode(self, frame: Slot, x: Slot, depth: int) -> None:
+        """The elements of `frame`."""
+        self.add(Task(verb=Verb.DECODE, reads=(frame,), writes=(x,), depth=depth))
+
+    def merge(
+        self, parts: Sequence[Slot], mean: Slot, depth: int, weights: Sequence[float]
+    ) -> None:
+        """The sum of `parts`, each times its weight, in the order given."""
+        self.add(
+            Task(
+                verb=Verb.MERGE,
+                reads=tuple(parts),
+                writes=(mean,),
+                weights=tuple(weights),
+                depth=depth,
+            )
+        )
+
+    def send(self, slot: Slot, to: int, depth: int) -> None:
+        """`slot` to a rank, which receives it one below `depth`."""
+        self.add(Task(verb=Verb.SEND, reads=(slot,), to=(to,), depth=depth))
+
+    def recv(self, slot: Slot, of: int, depth: int) -> None:
+        """`slot` from a rank."""
+        self.add(Task(verb=Verb.RECV, writes=(slot,), of=(of,), depth=depth))
+
+    def graph(self) -> Graph:
+        """What was collected."""
+        return Graph(
+            num_ranks=self.num_ranks,
+            rank=self.rank,
+            routes=tuple(self.routes),
+            tasks=tuple(self.tasks),
+        )

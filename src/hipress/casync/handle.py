@@ -1,0 +1,70 @@
+"""A synchronisation under way, for whoever started it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class Handle:
+    """A synchronisation under way."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+        self._tensors = list(tensors)  # kept alive until it is done
+        self._stream = stream
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._event: torch.cuda.Event | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Returns when the tensors hold the result (on a GPU: for this stream); or raises."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def future(self, value: Any) -> torch.futures.Future[Any]:
+        """The same as torch's future, which gives `value`."""
+        stream = self._stream
+        future: torch.futures.Future[Any] = torch.futures.Future(
+            devices=[stream.device] if stream is not None else None
+        )
+
+        def settle() -> None:
+            if self._error is not None:
+                future.set_exception(self._error)
+            elif stream is None:
+                future.set_result(value)
+            else:
+                with torch.cuda.stream(stream):
+                    future.set_result(value)
+
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(settle)
+                return future
+        settle()
+        return future
+
+    def end(self, error: BaseException | None) -> None:
+        """Called once by the engine: with None, or with why it failed."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._error = error
+            if self._stream is not None and error is None:
+                self._event = self._stream.record_event()
+            self._ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()

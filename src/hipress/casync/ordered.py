@@ -1,0 +1,138 @@
+"""Runs jobs in the order of their graphs, for transports without tags (NCCL).
+
+One thread walks the lowered graph, the same order on all ranks. On a GPU it only enqueues: codecs
+on one stream, exchanges on another, events between them; nothing waits for the device. Without
+streams each task is done before the next.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from hipress.casync.executor import CLOSE_S
+from hipress.casync.graph import COMPUTING, Verb
+from hipress.casync.job import Job
+from hipress.casync.memory import new_stream
+from hipress.casync.transport import Transport
+from hipress.timeline import Event
+
+
+class OrderedExecutor:
+    """One thread, one order; the same face as `Executor`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        explain: Callable[[BaseException], BaseException] = lambda error: error,
+    ) -> None:
+        self.transport = transport
+        self.stream = new_stream(device) if device.type == "cuda" else None
+        self._side = new_stream(device) if device.type == "cuda" else None
+        self.events: list[Event] | None = None
+        self.failure: BaseException | None = None
+        self._explain = explain
+        self._lock = threading.Lock()
+        self._pending: set[Job] = set()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hipress-ordered", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Starts a job that has begun."""
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            self._pending.add(job)
+        self._jobs.put(job)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all jobs with an error, now and from now on."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+            jobs, self._pending = self._pending, set()
+        for job in jobs:
+            job.on_done(error)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._jobs.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                self._play(job)
+                with self._lock:
+                    known = job in self._pending
+                    self._pending.discard(job)
+                if known:
+                    job.on_done(None)
+        except BaseException as error:  # every failure must reach whoever waits
+            self.fail(self._explain(error))
+
+    def _play(self, job: Job) -> None:
+        done: list[torch.cuda.Event | None] = []
+        for place, task in enumerate(job.recipe.graph.tasks):
+            start_ns = time.perf_counter_ns()
+            computes = task.verb in COMPUTING
+            stream = self.stream if computes else self._side
+            with _on(stream):
+                if stream is not None:
+                    for need in task.needs:
+                        event = done[need]
+                        assert event is not None
+                        stream.wait_event(event)
+                self._do(job, place, computes)
+                done.append(stream.record_event() if stream is not None else None)
+            if self.events is not None:
+                self.events.append(
+                    Event(
+                        verb=task.verb.value,
+                        name=job.recipe.name or "",
+                        piece=task.piece,
+                        queue="compute" if computes else "communicate",
+                        start_ns=start_ns,
+                        end_ns=time.perf_counter_ns(),
+                    )
+                )
+        if self.stream is not None:
+            for event in done:
+                assert event is not None
+                self.stream.wait_event(event)
+
+    def _do(self, job: Job, place: int, computes: bool) -> None:
+        work, message = job.bound.work[place], job.bound.messages[place]
+        if computes:
+            assert work is not None
+            work()
+            return
+        assert message is not None
+        task = job.recipe.graph.tasks[place]
+        if task.verb is Verb.ALL_REDUCE:
+            self.transport.all_reduce(job.parts[task.piece].gather()).wait()
+            assert work is not None
+            work()
+            return
+        for cell, *_ in message.sends:
+            cell.settle()
+        pending = self.transport.exchange(
+            [(cell.wire, to) for cell, to, _ in message.sends],
+            [(cell.wire, of) for cell, of, _ in message.recvs],
+        )
+        for one in pending:
+            one.wait()
+        for cell, *_ in message.recvs:
+            cell.arrive()
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -1,0 +1,142 @@
+"""One synchronisation as all ranks must see it: tensors, codec, strategy, and the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from hipress.casync import lowering, pieces, strategies
+from hipress.casync.graph import Graph
+from hipress.codecs.base import Codec
+from hipress.codecs.program import ProgramCodec
+from hipress.compll.derive import PLAIN
+
+TAG_BITS = 15
+MAX_PIECES = 2**TAG_BITS // 4
+"""Four kinds of messages a piece, in the lower half of a tag."""
+
+RANDOM_KEYS = frozenset({"seed", "stream", "step"})
+"""What a codec's state holds for its random numbers; the rest is its memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Switches of the engine, the same on all ranks; each turns one part off for an ablation."""
+
+    pipelined: bool = True
+    """Cut gradients into pieces that overtake each other."""
+    bulk: bool = True
+    """Put small gradients into one frame."""
+    compress_on_cpu: bool = False
+    """Run codecs on the host although the gradient is on a GPU."""
+    piece_numel: int | None = None
+    """Elements of a piece; by the kind of device if None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One synchronisation, as all ranks must see it; the graph is that of this rank."""
+
+    name: str | None
+    """Keys the codec's state; None: there is none."""
+    numels: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    codec: Codec
+    strategy: str
+    total: bool
+    """Sum, not mean."""
+    rank: int
+    hosts: tuple[int, ...]
+    ordered: bool
+    options: Options = field(default_factory=Options)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the transport's own sum does it."""
+        return self.strategy == "allreduce" and self.codec.name == "none"
+
+    @cached_property
+    def layout(self) -> pieces.Layout:
+        """How the gradients are cut."""
+        options = self.options
+        on_gpu = self.device.type == "cuda" and not options.compress_on_cpu
+        numel = options.piece_numel or (pieces.GPU_PIECE_NUMEL if on_gpu else pieces.PIECE_NUMEL)
+        while True:
+            layout = pieces.cut(
+                self.numels,
+                len(self.hosts),
+                piece_numel=numel,
+                bulk=options.bulk and (self.is_plain or isinstance(self.codec, ProgramCodec)),
+                pipelined=options.pipelined,
+            )
+            if len(layout.routes) <= MAX_PIECES:
+                return layout
+            numel *= 2
+
+    @cached_property
+    def graph(self) -> Graph:
+        """What this rank runs."""
+        layout = self.layout
+        cluster = strategies.Cluster(
+            hosts=self.hosts, codes_local=codes_local(self.codec, len(self.hosts))
+        )
+        graph = strategies.build(self.strategy, cluster, self.rank, layout.slice_routes)
+        return lowering.lower(
+            graph,
+            groups=layout.groups,
+            plain=self.is_plain,
+            pipelined=self.options.pipelined,
+            ordered=self.ordered,
+        )
+
+    @cached_property
+    def num_needs(self) -> list[int]:
+        """For each task, how many others it needs."""
+        return [len(task.needs) for task in self.graph.tasks]
+
+    @cached_property
+    def followers(self) -> list[list[int]]:
+        """For each task, those that need it."""
+        found: list[list[int]] = [[] for _ in self.graph.tasks]
+        for place, task in enumerate(self.graph.tasks):
+            for need in task.needs:
+                found[need].append(place)
+        return found
+
+    def facts(self) -> dict[str, object]:
+        """What ranks compare before they use it."""
+        return {
+            "name": self.name,
+            "codec": self.codec.name,
+            "codec program": f"{self.codec.codec_hash:016x}",
+            "strategy": self.strategy,
+            "operation": "sum" if self.total else "mean",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "number of tensors": len(self.numels),
+            "elements of each tensor": list(self.numels),
+            "pipelining": self.options.pipelined,
+            "bulk": self.options.bulk,
+            "elements of a piece": self.options.piece_numel,
+        }
+
+
+def codes_local(codec: Codec, num_ranks: int) -> bool:
+    """Whether a rank's gradient must pass its own codec before a ring merges it.
+
+    A hop encodes the own gradient with that of others. That would lose momentum, which is each
+    rank's own, and what a way back without a residual does not send.
+    """
+    own = set(codec.init(torch.zeros(1))) - RANDOM_KEYS
+    back = set(codec.aggregator(num_ranks).init(torch.zeros(1))) - RANDOM_KEYS
+    return not (own <= {"residual"} and own <= back)
+
+
+def forgetful(codec: Codec) -> Codec:
+    """The codec without error feedback and momentum, as far as wrappers brought them."""
+    if isinstance(codec, ProgramCodec) and (codec.variant.feedback or codec.variant.momentum):
+        return codec.with_variant(PLAIN, codec.name)
+    inner = getattr(codec, "inner", None)
+    return forgetful(inner) if isinstance(inner, Codec) else codec

@@ -1,0 +1,84 @@
+"""`hipress lab`: run a command on an emulated cluster."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True)
+
+TIMED_OUT = 124
+"""Exit code of a job that took too long, as timeout(1) has it."""
+
+
+@app.callback(epilog="Example: hipress lab run --hosts 4 --rate 1gbit -- python train.py")
+def lab() -> None:
+    """An emulated cluster on this machine: hosts of their own, links with a rate."""
+
+
+@app.command(
+    epilog="Example: hipress lab run --hosts 4 --rate 1gbit --delay 1ms -- python train.py",
+    # What follows the command's name belongs to the command, with or without "--".
+    context_settings={"allow_interspersed_args": False},
+)
+def run(
+    command: Annotated[list[str], typer.Argument(help="The command, run once per rank.")],
+    hosts: Annotated[int, typer.Option(help="How many hosts, up to 64.")] = 2,
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Rate of each host's link, each way: 1gbit, or one per host: 1gbit,100mbit."
+        ),
+    ] = "none",
+    delay: Annotated[str, typer.Option(help="Time from host to host: 5ms, 100us.")] = "none",
+    loss: Annotated[str, typer.Option(help="Part of the packets that is lost: 0.1%.")] = "none",
+    ranks_per_host: Annotated[
+        str, typer.Option(help="Ranks on each host: 2, or one number per host: 2,1,1.")
+    ] = "1",
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which all ranks are ended.")
+    ] = None,
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="All ranks on 127.0.0.1, nothing shaped.")
+    ] = False,
+) -> None:
+    """Run a command once per rank, with torchrun's environment.
+
+    Lines are prefixed with the host: [host0], or [host0.1] for the second
+    rank there. When one rank fails all are ended, and the exit code is
+    that of the first failure (124 where --timeout was too short).
+    """
+    from hipress.errors import LabError, UsageError
+    from hipress.lab import Lab
+
+    rates = rate.split(",")
+    counts = ranks_per_host.split(",")
+    if not all(count.strip().isdecimal() for count in counts):
+        raise UsageError(
+            f"--ranks-per-host {ranks_per_host!r} is not a number, or one per host: 2, or 2,1,1"
+        )
+    with Lab(
+        hosts,
+        rate=rates[0] if len(rates) == 1 else rates,
+        delay=delay,
+        loss=loss,
+        ranks_per_host=int(counts[0]) if len(counts) == 1 else [int(count) for count in counts],
+        shaped=not loopback,
+    ) as cluster:
+        labels = [place.label for place in cluster.ranks]
+
+        def on_line(rank: int, stream: str, line: str) -> None:
+            print(f"[{labels[rank]}] {line}", file=getattr(sys, stream), flush=True)
+
+        job = cluster.start(command, on_line=on_line, keep_output=False)
+        try:
+            finished = job.wait(timeout)
+        except LabError as error:
+            print(f"hipress: {error}", file=sys.stderr)
+            raise typer.Exit(TIMED_OUT) from None
+        except BaseException:
+            job.end()
+            raise
+    raise typer.Exit(finished.exit_code)
