@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
+MAX_UNNAMED = 32
+"""Recipes of unnamed calls that are kept, each with its buffers."""
+
+
 @dataclass(slots=True)
 class Stats:
     """What an engine has done so far."""
@@ -158,6 +162,10 @@ class Engine:
             self._steps[name] = step + 1
         return self._start(job, key, values, sequence, step)
 
+    def recipe(self, name: str) -> Recipe:
+        """What is done in the synchronisation of a name; it has been used before."""
+        return self._names[name]
+
     def record(self) -> list[Event]:
         """Records tasks from now on; what has been recorded so far is in the list returned."""
         if self.executor.events is None:
@@ -168,7 +176,6 @@ class Engine:
         """Ends the engine; its jobs must be done."""
         self._health.close()
         self.executor.close()
-        self.transport.close()
 
     def _start(
         self,
@@ -195,17 +202,23 @@ class Engine:
                 for value, flat in apart:
                     value.copy_(flat.view(value.shape))
                 with self._lock:
-                    self._free[key].append(job)
+                    if key in self._free:
+                        self._free[key].append(job)
             if job.recipe.name is not None:
                 self._busy.pop(job.recipe.name, None)
             handle.end(error)
+            job.last_use = handle.event
 
         job.begin(flats, sequence, step)
         job.on_done = on_done
         if job.recipe.name is not None:
             self._busy[job.recipe.name] = handle
         self._count(job)
-        self.executor.submit(job)
+        try:
+            self.executor.submit(job)
+        except BaseException as error:
+            on_done(error)
+            raise
         return handle
 
     def _count(self, job: Job) -> None:
@@ -277,7 +290,17 @@ class Engine:
         self._recipes[key] = recipe
         if name is not None:
             self._names[name] = recipe
+        else:
+            self._forget_old()
         return recipe
+
+    def _forget_old(self) -> None:
+        """Drops what unnamed calls left, but for the latest: their sizes may never come again."""
+        unnamed = [key for key, recipe in self._recipes.items() if recipe.name is None]
+        for key in unnamed[:-MAX_UNNAMED]:
+            del self._recipes[key]
+            with self._lock:
+                self._free.pop(key, None)
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -2,7 +2,8 @@
 
     compute       encode, decode, merge: the task that stands first in the graph, of the oldest job,
                   on one thread or a few
-    communicate   starts sends and receives, never waits for the network
+    communicate   starts sends and receives, never waits for the network; small sends are started
+                  by whoever made them
     waiters       wait for what was started: one for each peer's messages, one for all sends
 
 A task is released when the last one it needs is done; that is all the order there is. Tagged
@@ -18,7 +19,8 @@ import heapq
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -99,6 +101,9 @@ class Executor:
             jobs, self._jobs = self._jobs, set()
         for job in jobs:
             job.on_done(error)
+        # Threads that wait for the network come back, so that the process can end.
+        with suppress(RuntimeError):  # it may be gone already
+            self.transport.abort()
 
     def close(self) -> None:
         """Ends the threads; those that wait for the network end with it."""
@@ -127,8 +132,11 @@ class Executor:
             self.fail(self._explain(error))
 
     def _dispatch(self, job: Job, place: int) -> None:
-        if job.recipe.graph.tasks[place].verb in COMPUTING:
+        task = job.recipe.graph.tasks[place]
+        if task.verb in COMPUTING:
             self._ready.push((job.sequence, place), job)
+        elif task.verb is Verb.SEND and job.bound.is_light[place]:
+            self._post(job, place)
         else:
             self._posts.put((job, place))
 
@@ -146,7 +154,8 @@ class Executor:
         for follower in ready:
             self._dispatch(job, follower)
         if last:
-            self._finish(job)
+            # What was sent must have left before its memory is used again.
+            self._wait_for(-1, job, -1, _All(job.sends), 0)
 
     def _finish(self, job: Job) -> None:
         with self._lock:
@@ -184,22 +193,32 @@ class Executor:
 
     def _communicate(self) -> None:
         while (found := self._posts.get()) is not None:
-            job, place = found
-            message = job.bound.messages[place]
-            assert message is not None
-            start_ns = time.perf_counter_ns()
-            high = job.sequence % _SEQUENCES << TAG_BITS
-            if job.recipe.graph.tasks[place].verb is Verb.ALL_REDUCE:
-                part = job.parts[job.recipe.graph.tasks[place].piece]
-                pending = self.transport.all_reduce(part.gather())
+            self._post(*found)
+
+    def _post(self, job: Job, place: int) -> None:
+        """Starts a send, a receive or an all-reduce."""
+        task, message = job.recipe.graph.tasks[place], job.bound.messages[place]
+        assert message is not None
+        start_ns = time.perf_counter_ns()
+        high = job.sequence % _SEQUENCES << TAG_BITS
+        if task.verb is Verb.RECV:
+            cell, of, tag = message.recvs[0]
+            pending = self.transport.recv(cell.wire, of, high | tag)
+            self._wait_for(of % MAX_WAITERS, job, place, pending, start_ns)
+        elif task.verb is Verb.SEND:
+            cell, to, tag = message.sends[0]
+            cell.settle()
+            pending = self.transport.send(cell.wire, to, high | tag)
+            if job.recipe.followers[place]:
                 self._wait_for(-1, job, place, pending, start_ns)
-            for cell, to, tag in message.sends:
-                cell.settle()
-                pending = self.transport.send(cell.wire, to, high | tag)
-                self._wait_for(-1, job, place, pending, start_ns)
-            for cell, of, tag in message.recvs:
-                pending = self.transport.recv(cell.wire, of, high | tag)
-                self._wait_for(of % MAX_WAITERS, job, place, pending, start_ns)
+            else:
+                # Nobody needs to know when it has left, so nobody wakes up for it.
+                job.sends.append(pending)
+                self._record(job, place, "send", start_ns)
+                self._release(job, place)
+        else:
+            pending = self.transport.all_reduce(job.parts[task.piece].gather())
+            self._wait_for(-1, job, place, pending, start_ns)
 
     def _wait_for(self, waiter: int, job: Job, place: int, pending: Pending, start_ns: int) -> None:
         waits = self._waits.get(waiter)
@@ -212,6 +231,9 @@ class Executor:
         while (found := waits.get()) is not None:
             job, place, pending, start_ns = found
             pending.wait()
+            if place < 0:
+                self._finish(job)
+                continue
             task = job.recipe.graph.tasks[place]
             if task.verb is Verb.RECV:
                 job.bound.messages[place].recvs[0][0].arrive()
@@ -226,16 +248,28 @@ class _Heap:
 
     def __init__(self) -> None:
         self._items: list[tuple[tuple[int, int], int, Job | None]] = []
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        # Counts the items: a wait on it costs a fifth of one on a threading.Condition.
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def push(self, key: tuple[int, int], job: Job | None) -> None:
-        with self._changed:
+        with self._lock:
             heapq.heappush(self._items, (key, id(job), job))
-            self._changed.notify()
+        self._tokens.put(None)
 
     def pop(self) -> tuple[int, Job | None]:
-        with self._changed:
-            while not self._items:
-                self._changed.wait()
+        self._tokens.get()
+        with self._lock:
             (_, place), _, job = heapq.heappop(self._items)
-            return place, job
+        return place, job
+
+
+class _All:
+    """Several things under way as one."""
+
+    def __init__(self, pending: Sequence[Pending]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        for one in self._pending:
+            one.wait()

@@ -17,7 +17,8 @@ class Handle:
         self._stream = stream
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._event: torch.cuda.Event | None = None
+        self.event: torch.cuda.Event | None = None
+        """On a GPU, the end of it."""
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -30,8 +31,8 @@ class Handle:
         self._ended.wait()
         if self._error is not None:
             raise self._error
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
 
     def future(self, value: Any) -> torch.futures.Future[Any]:
         """The same as torch's future, which gives `value`."""
@@ -63,7 +64,7 @@ class Handle:
                 return
             self._error = error
             if self._stream is not None and error is None:
-                self._event = self._stream.record_event()
+                self.event = self._stream.record_event()
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hipress.errors import HipressError, PeerError
@@ -65,8 +67,14 @@ class Health:
             return
         self._closed.set()
         if self._num_ranks > 1:
-            self._thread.join(self._timeout_s)
-            self._try(lambda: self._store.set(f"beat/{self._rank}", "bye"))
+            self._thread.join(MISSED_BEATS * self._beat_s)
+            if self._thread.is_alive():
+                return  # it is stuck in the store, and so would this be
+            try:
+                with self._connection():
+                    self._store.set(f"beat/{self._rank}", "bye")
+            except RuntimeError as error:
+                _log.debug("the store does not answer: %s", error)
 
     def explain(self, error: BaseException) -> BaseException:
         """The error that callers get for one that a thread ran into; tells the other ranks.
@@ -77,13 +85,10 @@ class Health:
         if isinstance(error, HipressError) and not isinstance(error, PeerError):
             self._tell(f"rank {self._rank} failed: {error}", [self._rank])
             return error
-        found = self._failed() or self._look(error)
-        if found is None:
-            return PeerError(
-                f"a peer of rank {self._rank} failed, and the store does not answer: rank 0, or "
-                f"whoever holds the store, is gone ({_first_line(error)}).",
-                ranks=(0,),
-            )
+        try:
+            found = self._failed() or self._look(error)
+        except RuntimeError:
+            found = {"ranks": [0], "text": _lost(self._rank, error)}
         return PeerError(found["text"], ranks=tuple(found["ranks"]))
 
     def _run(self) -> None:
@@ -106,20 +111,20 @@ class Health:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since < self._timeout_s:
                     continue
-                found = {"ranks": [0], "text": _lost(self._rank, self._timeout_s, error)}
+                found = {"ranks": [0], "text": _lost(self._rank, error)}
             if found is not None and not self._closed.is_set():
                 self._on_failure(PeerError(found["text"], ranks=tuple(found["ranks"])))
                 return
 
     def _beat(self) -> None:
         self._count += 1
-        with self._lock:
+        with self._connection():
             self._store.set(f"beat/{self._rank}", str(self._count))
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
         """The last beat of some ranks; empty for one that has never shown."""
         found = {}
-        with self._lock:
+        with self._connection():
             for rank in ranks:
                 key = f"beat/{rank}"
                 found[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
@@ -127,70 +132,71 @@ class Health:
 
     def _failed(self) -> dict[str, Any] | None:
         """What some rank wrote down as the first failure."""
-        try:
-            with self._lock:
-                if not self._store.check(["failed"]):
-                    return None
-                found: dict[str, Any] = json.loads(self._store.get("failed"))
-                return found
-        except RuntimeError:
-            return None
+        with self._connection():
+            if not self._store.check(["failed"]):
+                return None
+            found: dict[str, Any] = json.loads(self._store.get("failed"))
+            return found
 
     def _tell(self, text: str, ranks: Sequence[int]) -> dict[str, Any]:
         """Writes a failure down, unless another was first; what all are to say."""
         record = {"text": text, "ranks": list(ranks)}
         try:
-            with self._lock:
+            with self._connection():
                 if self._store.add("failures", 1) == 1:
                     self._store.set("failed", json.dumps(record))
                     return record
-        except RuntimeError:
-            return record
-        deadline = time.monotonic() + self._beat_s
-        while time.monotonic() < deadline:
-            if (found := self._failed()) is not None:
-                return found
-            time.sleep(0.02)
-        return record
-
-    def _look(self, error: BaseException) -> dict[str, Any] | None:
-        """Compares heartbeats over a few beats; those that stand still are to blame."""
-        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
-        try:
-            before = self._read(others)
-            silent = others
-            deadline = time.monotonic() + MISSED_BEATS * self._beat_s
-            while silent and time.monotonic() < deadline:
-                time.sleep(self._beat_s / 2)
+            deadline = time.monotonic() + self._beat_s
+            while time.monotonic() < deadline:
                 if (found := self._failed()) is not None:
                     return found
-                now = self._read(silent)
-                silent = [rank for rank in silent if now[rank] in (before[rank], "bye")]
-        except RuntimeError:
-            return None
+                time.sleep(0.02)
+        except RuntimeError as error:
+            _log.debug("the store does not answer: %s", error)
+        return record
+
+    def _look(self, error: BaseException) -> dict[str, Any]:
+        """Compares heartbeats over a few beats; those that stand still are to blame."""
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        before = self._read(others)
+        silent = others
+        deadline = time.monotonic() + MISSED_BEATS * self._beat_s
+        while silent and time.monotonic() < deadline:
+            time.sleep(self._beat_s / 2)
+            if (found := self._failed()) is not None:
+                return found
+            now = self._read(silent)
+            silent = [rank for rank in silent if now[rank] in (before[rank], "bye")]
         if silent:
             names = ", ".join(map(str, silent))
-            text = f"rank{'s' * (len(silent) > 1)} {names} gone or frozen ({_first_line(error)})"
-            return self._tell(f"{text}: look at the output there.", silent)
+            who = f"ranks {names} are" if len(silent) > 1 else f"rank {names} is"
+            text = f"{who} gone or frozen ({_first_line(error)}): look at the output there."
+            return self._tell(text, silent)
         return self._tell(
             f"rank {self._rank} could not communicate, though all ranks are alive: a rank is late "
             f"or a link is down ({_first_line(error)}); raise HIPRESS_TIMEOUT if it is only late.",
             [],
         )
 
-    def _try(self, action: Callable[[], object]) -> None:
+    @contextmanager
+    def _connection(self) -> Iterator[None]:
+        """The store for one thread at a time; a link that is down holds its thread for good."""
+        if not self._lock.acquire(timeout=MISSED_BEATS * self._beat_s):
+            raise RuntimeError("the store does not answer")
         try:
-            action()
-        except RuntimeError as error:
-            _log.debug("the store does not answer: %s", error)
+            yield
+        finally:
+            self._lock.release()
 
 
-def _lost(rank: int, timeout_s: float, error: BaseException) -> str:
+def _lost(rank: int, error: BaseException) -> str:
     return (
-        f"rank {rank} has not reached the store for {timeout_s:g} s: its link is down, or rank 0, "
-        f"or whoever holds the store, is gone ({_first_line(error)})."
+        f"rank {rank} does not reach the store: its own link is down, or rank 0, or whoever holds "
+        f"the store, is gone ({_first_line(error)})."
     )
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """The first sentence of an error, without the place in torch's sources."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(". ")[0][:200]

@@ -16,10 +16,15 @@ import torch
 from hipress.casync.graph import COMPUTING, Kind, Slot, Task, Verb
 from hipress.casync.memory import Cell, Elements, Part, scratch
 from hipress.casync.recipe import RANDOM_KEYS, Recipe
+from hipress.casync.transport import Pending
 from hipress.codecs.base import Codec, State
 from hipress.codecs.bulk import Bulk
 
 _TAGS = {Kind.GRADIENT: 0, Kind.RAW: 0, Kind.FRAME: 1, Kind.PARTIAL: 2, Kind.BACK: 3}
+
+
+LIGHT_BYTES = 2**17
+"""Handing a message to another thread costs 50 us of a busy core; sending so many bytes less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,12 @@ class Message:
     sends: tuple[tuple[Cell, int, int], ...]
     recvs: tuple[tuple[Cell, int, int], ...]
 
+    @property
+    def is_light(self) -> bool:
+        """Whether its sends take no longer than handing them over would."""
+        cells = [cell for cell, *_ in self.sends]
+        return all(not cell.settles and cell.wire.nbytes <= LIGHT_BYTES for cell in cells)
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -36,6 +47,8 @@ class Bound:
 
     work: tuple[Callable[[], object] | None, ...]
     messages: tuple[Message | None, ...]
+    is_light: tuple[bool, ...]
+    """Whether a send is small enough to be started between two computing tasks."""
     sent_bytes: int
     received_bytes: int
     num_messages: int
@@ -82,20 +95,25 @@ class Job:
         self.lock = threading.Lock()
         self.waiting: list[int] = []
         self.left = 0
+        self.sends: list[Pending] = []
+        self.last_use: torch.cuda.Event | None = None
+        """After which the GPU no longer reads what was received."""
         self.on_done: Callable[[BaseException | None], None] = lambda error: None
 
     def begin(self, flats: Sequence[torch.Tensor], sequence: int, step: int) -> None:
         """Takes the tensors of a step, flat and contiguous."""
         self.sequence = sequence
-        codec = self.recipe.codec.phase(step)
-        if codec.name not in self._bounds:
-            self._bounds[codec.name] = self._bind(codec)
-        self.bound = self._bounds[codec.name]
+        if self.last_use is not None:
+            self.last_use.synchronize()
         pointers = [flat.data_ptr() for flat in flats]
         if pointers != self._pointers:
             for part in self.parts:
                 part.hold(flats)
             self._pointers = pointers
+        codec = self.recipe.codec.phase(step)
+        if codec.name not in self._bounds:
+            self._bounds[codec.name] = self._bind(codec)
+        self.bound = self._bounds[codec.name]
         for state in self._used:
             if self.recipe.name is None:
                 for key, held in state.items():
@@ -106,6 +124,7 @@ class Job:
                 state["step"].fill_(step)
         self.waiting = list(self.recipe.num_needs)
         self.left = len(self.waiting)
+        self.sends = []
 
     def tag(self, slot: Slot) -> int:
         """The lower half of a message's tag."""
@@ -134,6 +153,7 @@ class Job:
         return Bound(
             work=tuple(work),
             messages=tuple(messages),
+            is_light=tuple(m is not None and m.is_light for m in messages),
             sent_bytes=sum(cell.wire.nbytes for m in moved for cell, *_ in m.sends),
             received_bytes=sum(cell.wire.nbytes for m in moved for cell, *_ in m.recvs),
             num_messages=sum(len(m.sends) for m in moved),

@@ -70,6 +70,11 @@ class Cell:
             self.device.copy_(self._wire, non_blocking=True)
         return self.device
 
+    @property
+    def settles(self) -> bool:
+        """Whether `settle` may wait or copy."""
+        return self.staged
+
     def settle(self) -> None:
         """Communicating queue, before a send: waits until what `publish` started is done."""
         if self._event is not None:
@@ -88,6 +93,10 @@ class Elements(Cell):
         self._on_host = on_host
         self._pinned: torch.Tensor | None = None
         self.staged = False
+
+    @property
+    def settles(self) -> bool:
+        return True
 
     def _through_host(self) -> bool:
         return self._on_host and self._part.elements.is_cuda

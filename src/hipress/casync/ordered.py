@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -61,6 +61,9 @@ class OrderedExecutor:
             jobs, self._pending = self._pending, set()
         for job in jobs:
             job.on_done(error)
+        # Threads that wait for the network come back, so that the process can end.
+        with suppress(RuntimeError):  # it may be gone already
+            self.transport.abort()
 
     def close(self) -> None:
         """Ends the thread."""

@@ -80,19 +80,21 @@ def cut(
     Example:
         >>> layout = cut([10_000_000, 100, 200], 2)
         >>> len(layout.slices), layout.groups[-2:]
-        (12, (10, 10))
+        (8, (6, 6))
     """
     if not pipelined:
-        piece_numel = max(-(-max(numels, default=1) // num_routes), LEAST_NUMEL)
+        piece_numel = max(numels, default=1)
+    # Little in all is cut finer, so that every rank has something to do.
+    target = min(max(-(-sum(numels) // num_routes), LEAST_NUMEL), piece_numel)
     slices: list[Slice] = []
     groups: list[int] = []
     sizes: list[int] = []  # of the groups
     open_group = -1
     for tensor, numel in enumerate(numels):
-        parts = _slices(tensor, numel, num_routes, piece_numel)
-        small = bulk and len(parts) == 1 and numel <= piece_numel // 2
+        parts = _slices(tensor, numel, num_routes, target)
+        small = bulk and len(parts) == 1 and numel <= target // 2
         for part in parts:
-            if small and open_group >= 0 and sizes[open_group] + numel <= piece_numel:
+            if small and open_group >= 0 and sizes[open_group] + numel <= target:
                 sizes[open_group] += numel
                 groups.append(open_group)
             else:
@@ -103,25 +105,25 @@ def cut(
     return Layout(slices=tuple(slices), groups=tuple(groups), routes=_deal(sizes, num_routes))
 
 
-def _slices(tensor: int, numel: int, num_routes: int, piece_numel: int) -> list[Slice]:
+def _slices(tensor: int, numel: int, num_routes: int, target: int) -> list[Slice]:
     """Even slices; as many for each route where there are more slices than routes."""
-    wanted = -(-numel // piece_numel)
-    if wanted > 1 or numel >= num_routes * LEAST_NUMEL:
+    wanted = -(-numel // target)
+    if wanted > num_routes:
         wanted = -(-wanted // num_routes) * num_routes
-    wanted = max(1, min(wanted, numel // LEAST_NUMEL)) if numel else 0
+    if numel:
+        wanted = max(1, min(wanted, numel // max(min(target, LEAST_NUMEL), GRAIN)))
     edges = [numel * k // wanted // GRAIN * GRAIN for k in range(wanted)] + [numel]
     return [Slice(tensor, a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
 
 def _deal(sizes: Sequence[int], num_routes: int) -> tuple[int, ...]:
-    """The route of each group: the one that carries least so far, the first among equals.
+    """The route of each group: the largest first, each to the route that carries least so far.
 
-    Rounds of N keep to one group per route where sizes are alike, which is what pipelines best.
+    Where sizes are alike this deals them out in turn, which is what pipelines best.
     """
     loads = [0] * num_routes
-    routes = []
-    for size in sizes:
-        route = loads.index(min(loads))
-        loads[route] += size
-        routes.append(route)
+    routes = [0] * len(sizes)
+    for group in sorted(range(len(sizes)), key=lambda group: -sizes[group]):
+        routes[group] = loads.index(min(loads))
+        loads[routes[group]] += sizes[group]
     return tuple(routes)

@@ -54,8 +54,8 @@ class Transport(ABC):
         received = [self.recv(data, of, 0) for data, of in recvs]
         return [*received, *(self.send(data, to, 0) for data, to in sends)]
 
-    def close(self) -> None:
-        """Ends it; what is under way fails."""
+    def abort(self) -> None:
+        """Makes what is under way fail; nothing can be sent any more."""
         return None
 
 
@@ -83,6 +83,9 @@ class GroupTransport(Transport):
 
     def all_reduce(self, data: torch.Tensor) -> Pending:
         return self.group.allreduce([data])
+
+    def abort(self) -> None:
+        self.group.abort()
 
     def exchange(
         self,

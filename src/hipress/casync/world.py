@@ -127,17 +127,24 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None) ->
     _count[ranks] = _count.get(ranks, 0) + 1
     timeout_s = settings.timeout_s()
     backend = _backend(group, device)
-    own = dist.new_group(
-        list(ranks),
-        backend=backend,
-        timeout=timedelta(seconds=timeout_s),
-        use_local_synchronization=True,
-        group_desc="hipress",
-    )
     # The one name of torch's that is not public: nothing public gives the store of a group.
     whole = dist.distributed_c10d._get_default_store()
     prefix = f"hipress/{'-'.join(map(str, ranks))}/{_count[ranks]}"
     store = dist.distributed_c10d.PrefixStore(prefix, whole)
+    timeout = timedelta(seconds=timeout_s)
+    own: Any
+    if backend == "gloo":
+        # Not by new_group, whose names for groups differ on ranks that are in different groups.
+        joint = dist.distributed_c10d.PrefixStore("gloo", store)
+        own = dist.ProcessGroupGloo(joint, dist.get_rank(group), len(ranks), timeout)
+    else:
+        own = dist.new_group(
+            list(ranks),
+            backend=backend,
+            timeout=timeout,
+            use_local_synchronization=True,
+            group_desc="hipress",
+        )
     return Engine(
         GroupTransport(own, backend),
         store,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,8 @@ def environment(
     return {
         "OMP_NUM_THREADS": "1",  # as torchrun: hosts share the cores of one machine
         **os.environ,
+        # `python` is the one that runs the lab, also where its environment is not activated.
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
         "RANK": str(rank),
         "WORLD_SIZE": str(len(ranks)),
         "LOCAL_RANK": str(where.local_rank),

@@ -1,0 +1,357 @@
+"""Real processes over gloo in the lab: agreement, bytes on the wire, lost ranks, steady memory.
+
+Starting a rank takes seconds, so a job runs many scenarios (see `scripts/ranks.py`); tests look at
+what each has told.
+"""
+
+import functools
+import json
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import hipress
+from hipress.casync import pieces
+from hipress.casync.strategies import STRATEGIES
+from hipress.errors import HipressError
+from hipress.lab import Lab
+
+SCRIPT = Path(__file__).parent / "scripts" / "ranks.py"
+CODECS = ["none", "onebit", "topk(ratio=0.05)", "terngrad"]
+GROUPS = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 2]]
+WIRE = [("none", "ps"), ("int8", "ps"), ("fp16", "ring"), ("int8", "allreduce")]
+KILL_S = 10
+"""HIPRESS_TIMEOUT where a rank is killed."""
+LOST_S = 6
+"""HIPRESS_TIMEOUT where a rank is cut off or frozen."""
+LATE_S = 10
+"""How much longer than the timeout an error may take."""
+
+
+@functools.cache
+def refusal():
+    try:
+        Lab(1, rate="1gbit").close()
+    except HipressError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespaces():
+    if (why := refusal()) is not None:
+        pytest.skip(why)
+
+
+class Told:
+    """The lines of a job, by scenario and rank."""
+
+    def __init__(self):
+        self.lines = []
+        self.changed = threading.Condition()
+        self.finished = None
+
+    def on_line(self, rank, stream, text):
+        if stream == "stdout" and text.startswith("{"):
+            with self.changed:
+                self.lines.append(json.loads(text))
+                self.changed.notify_all()
+
+    def find(self, key, **like):
+        """What the lines that are `like` this say for a key."""
+        with self.changed:
+            return [
+                line[key]
+                for line in self.lines
+                if key in line and all(line.get(k) == v for k, v in like.items())
+            ]
+
+    def wait_for(self, key, count, limit_s, **like):
+        with self.changed:
+            enough = self.changed.wait_for(lambda: len(self.find(key, **like)) >= count, limit_s)
+        assert enough, (key, like, self.lines)
+
+    def results(self, id, ranks):
+        """Of these ranks; fails with what was told instead."""
+        found = [self.find("result", id=id, rank=rank) for rank in ranks]
+        assert all(found), [line for line in self.lines if line["id"] == id] or self.lines
+        return [one[0] for one in found]
+
+    def error(self, id, rank):
+        """Kind, text, ranks, and when."""
+        (error,) = self.find("error", id=id, rank=rank) or [None]
+        assert error, [line for line in self.lines if line["id"] == id]
+        return (*error, self.find("at", id=id, rank=rank)[0])
+
+
+def start(lab, told, *stages):
+    return lab.start([sys.executable, str(SCRIPT), json.dumps(stages)], on_line=told.on_line)
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with Lab(hosts=4, rate="1gbit") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def quiet(lab):
+    """What ranks tell that come to no harm."""
+    told = Told()
+    stages = [
+        [
+            {"id": f"agree {group}", "do": "agree", "ranks": max(4 * (group == [0, 2]), len(group)),
+             "groups": [group], "codecs": CODECS, "strategies": list(STRATEGIES)}
+            for group in GROUPS
+        ],
+        [
+            {"id": "uneven", "do": "agree", "ranks": 2, "groups": [[0], [0, 1]],
+             "codecs": ["none"], "strategies": ["ps"], "env": {"HIPRESS_TIMEOUT": "5"}},
+            {"id": "mismatch", "do": "mismatch", "ranks": 4,
+             "codecs": ["onebit", "onebit", "int8", "onebit"]},
+            {"id": "messages", "do": "messages", "ranks": 2, "count": 100},
+        ],
+        [{"id": "wire", "do": "wire", "ranks": 4, "cases": WIRE, "numel": 4_000_000, "steps": 3}],
+        [{"id": "pipelining", "do": "pipelining", "ranks": 2, "numel": 4_000_000, "tries": 5}],
+        [{"id": "steady", "do": "steady", "ranks": 2, "steps": 1000, "warm": 200, "numel": 65_536}],
+    ]  # fmt: skip
+    told.finished = start(lab, told, *stages).wait(120)
+    return told
+
+
+# --- replicas -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("codec", CODECS)
+def test_replicas_agree_in_every_group(quiet, group, codec):
+    results = quiet.results(f"agree {group}", group)
+    for strategy in STRATEGIES:
+        found = [result[f"{group} {codec} {strategy}"] for result in results]
+        hashes = [hashes for hashes, _ in found]
+        assert hashes == [hashes[0]] * len(group)
+        if codec == "none":
+            assert max(error for _, error in found) < 2e-6
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_a_future_of_the_sum(quiet, group):
+    for result in quiet.results(f"agree {group}", group):
+        is_same, error = result[f"{group} sum"]
+        assert is_same and error < 5e-6
+
+
+def test_a_rank_outside_the_group_is_told(quiet):
+    (found,) = quiet.results("agree [0, 2]", [1])
+    assert "not in the group" in found["[0, 2]"]
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(quiet):
+    results = quiet.results("uneven", range(2))
+    hashes = [result["[0, 1] none ps"][0] for result in results]
+    assert hashes[0] == hashes[1]
+
+
+def test_all_of_it_ends_well(quiet):
+    for id, count in (("agree [0, 1, 2, 3]", 4), ("messages", 2), ("wire", 4), ("steady", 2)):
+        assert quiet.find("exit", id=id) == [0] * count
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", range(len(WIRE)), ids=[" ".join(case) for case in WIRE])
+def test_counted_bytes_are_those_of_the_interface(quiet, case):
+    for found in (result[case] for result in quiet.results("wire", range(4))):
+        assert tuple(found["case"]) == WIRE[case]
+        for counted, there in zip(found["engine"], found["interface"], strict=True):
+            assert counted >= 15e6
+            assert abs(there - counted) < 0.05 * there
+
+
+def test_bulk_sends_one_message_for_a_hundred(quiet):
+    results = quiet.results("messages", range(2))
+    together, apart = [sum(m for m, _ in pair) for pair in zip(*results, strict=True)]
+    assert (together, apart) == (2, 200)
+    assert len({found for result in results for _, found in result}) == 1
+
+
+# --- steady steps ---------------------------------------------------------------------------------
+
+
+def test_steady_steps_are_quiet(quiet):
+    for first, warm, last in quiet.results("steady", range(2)):
+        assert last["resident"] - warm["resident"] < 2e6
+        assert last["tensors"] == warm["tensors"]
+        assert last["made"] == warm["made"]
+        assert last["recipes"] == first["recipes"] == 1
+        assert last["jobs"] == first["jobs"] == 1
+        assert last["threads"] == warm["threads"]
+        assert first["made"]  # what is counted can be seen
+
+
+def test_pieces_overtake_each_other_unless_told_not_to(quiet):
+    for (overlapping, num_pieces), (apart, _) in quiet.results("pipelining", range(2)):
+        assert num_pieces > 4
+        assert overlapping > 0
+        assert apart == 0
+
+
+# --- ranks that differ ----------------------------------------------------------------------------
+
+
+def test_ranks_that_differ_are_named_on_all_ranks(quiet):
+    for rank in range(4):
+        kind, text, ranks, _ = quiet.error("mismatch", rank)
+        assert (kind, ranks) == ("AgreementError", [2])
+        assert "codec ('onebit' on ranks 0, 1, 3, 'int8' on rank 2)" in text
+        assert quiet.find("exit", id="mismatch", rank=rank) == [1]
+
+
+# --- lost ranks -----------------------------------------------------------------------------------
+
+KILLED = [(strategy, codec, 2) for strategy, codec in zip(STRATEGIES, CODECS, strict=False)]
+KILLED.append(("ps", "onebit", 0))  # who holds the store
+
+
+@pytest.fixture(scope="module")
+def killed(lab):
+    """What the others tell when a rank is killed, in several ways at once."""
+    told = Told()
+    scenarios = [
+        {"id": f"{strategy} {victim}", "do": "forever", "ranks": 4, "strategy": strategy,
+         "codec": codec, "victim": victim, "env": {"HIPRESS_TIMEOUT": str(KILL_S)}}
+        for strategy, codec, victim in KILLED
+    ]  # fmt: skip
+    start(lab, told, scenarios).wait(100)
+    return told
+
+
+@pytest.mark.parametrize("case", KILLED, ids=str)
+def test_a_killed_rank_is_named_on_all_others(killed, case):
+    strategy, _, victim = case
+    id = f"{strategy} {victim}"
+    (died,) = killed.find("died", id=id)
+    assert killed.find("exit", id=id, rank=victim) == [-signal.SIGKILL]
+    for rank in set(range(4)) - {victim}:
+        kind, text, ranks, at = killed.error(id, rank)
+        assert (kind, ranks) == ("PeerError", [victim]), text
+        assert re.search(rf"\brank {victim}\b", text)
+        assert at - died < KILL_S
+        assert killed.find("exit", id=id, rank=rank) == [1]
+
+
+def lose(lab, how, undo, host, strategies):
+    """What ranks tell when a host is lost, and when that was."""
+    told = Told()
+    scenarios = [
+        {"id": strategy, "do": "forever", "ranks": 4, "strategy": strategy, "codec": "onebit",
+         "env": {"HIPRESS_TIMEOUT": str(LOST_S)}}
+        for strategy in strategies
+    ]  # fmt: skip
+    job = start(lab, told, scenarios)
+    try:
+        told.wait_for("ready", 4 * len(scenarios), 40)
+        time.sleep(0.5)
+        lost = time.monotonic()
+        how(host)
+        deadline = lost + LOST_S + LATE_S
+        wanted = (4 if how == lab.cut else 3) * len(scenarios)
+        while len(told.find("error")) < wanted and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return told, lost
+    finally:
+        undo(host)
+        job.kill()
+
+
+LOST = ("ps", "ring", "allreduce")
+
+
+@pytest.fixture(scope="module")
+def frozen(lab):
+    return lose(lab, lab.pause, lab.resume, 2, LOST)
+
+
+@pytest.fixture(scope="module")
+def cut_off(lab):
+    return lose(lab, lab.cut, lab.heal, 2, LOST)
+
+
+@pytest.mark.parametrize("strategy", LOST)
+@pytest.mark.parametrize("how", ["frozen", "cut_off"])
+def test_a_lost_rank_is_named_on_all_that_are_left(how, strategy, request):
+    told, since = request.getfixturevalue(how)
+    for rank in (0, 1, 3):
+        kind, text, ranks, at = told.error(strategy, rank)
+        assert (kind, ranks) == ("PeerError", [2]), text
+        assert "rank 2" in text
+        assert at - since < LOST_S + LATE_S
+
+
+def test_a_rank_that_is_cut_off_itself_does_not_hang(cut_off):
+    told, since = cut_off
+    for strategy in LOST:
+        kind, _, _, at = told.error(strategy, 2)
+        assert kind == "PeerError"
+        assert at - since < LOST_S + LATE_S
+
+
+def test_a_frozen_holder_of_the_store_is_named(lab):
+    told, since = lose(lab, lab.pause, lab.resume, 0, ["ps"])
+    for rank in (1, 2, 3):
+        kind, text, ranks, at = told.error("ps", rank)
+        assert (kind, ranks) == ("PeerError", [0]), text
+        assert at - since < LOST_S + LATE_S
+
+
+# --- hosts of several ranks -----------------------------------------------------------------------
+
+BETWEEN = [("none", "ps"), ("none", "hierarchical"), ("int8", "ps"), ("int8", "hierarchical")]
+
+
+@pytest.fixture(scope="module")
+def two_by_two():
+    told = Told()
+    with Lab(hosts=2, rate="1gbit", ranks_per_host=2) as lab:
+        before = [lab.counters(host).sent_bytes for host in range(2)]
+        start(
+            lab,
+            told,
+            [{"id": "wire", "do": "wire", "ranks": 4, "cases": BETWEEN, "numel": 2_000_000,
+              "steps": 4}],
+        ).wait(60)  # fmt: skip
+        total = [lab.counters(host).sent_bytes - before[host] for host in range(2)]
+    return told, total
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_between_hosts_one_frame_each_way(two_by_two, codec):
+    results = two_by_two[0].results("wire", range(4))
+    numel, steps = 2_000_000, 4
+    made = hipress.codec(codec)
+    layout = pieces.cut([numel], 4)
+    frames = sum(
+        made.wire_bytes(part.numel) + made.aggregator(2).wire_bytes(part.numel)
+        for part in layout.slices
+    )
+    counted = {}
+    for result in results[::2]:  # one rank of each host: they share its interface
+        for one in result:
+            case = tuple(one["case"])
+            counted[case] = counted.get(case, 0) + one["interface"][0]
+    hierarchical, ps = counted[codec, "hierarchical"], counted[codec, "ps"]
+    assert abs(hierarchical - steps * frames) < 0.06 * steps * frames
+    assert hierarchical < 0.6 * ps
+
+
+def test_the_switch_saw_it_too(two_by_two):
+    told, total = two_by_two
+    for host, seen in enumerate(total):
+        inside = sum(one["interface"][0] for one in told.results("wire", range(4))[2 * host])
+        assert inside < seen < 1.5 * inside  # warm-up steps and start-up besides
