@@ -31,7 +31,8 @@ check: $(STAMP)  ## lint, formatting and types
 	$(BIN)/mypy
 
 test: check  ## everything CI runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 bench: $(STAMP)  ## speed of the codecs beside memcpy
 	@$(BIN)/hipress bench codecs

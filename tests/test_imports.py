@@ -16,6 +16,8 @@ import pytest
 
 import hipress
 
+pytestmark = pytest.mark.alone
+
 SRC = Path(hipress.__file__).parent
 
 # Modules that make one room; every other room is the folder (or file) of its own name.

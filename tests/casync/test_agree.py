@@ -13,6 +13,8 @@ from hipress.casync.engine import Engine, Options
 from hipress.errors import AgreementError, PeerError
 from tests.casync.harness import outcomes, run
 
+pytestmark = pytest.mark.alone
+
 # --- the wording ----------------------------------------------------------------------------------
 
 

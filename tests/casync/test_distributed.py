@@ -21,6 +21,8 @@ from hipress.casync.strategies import STRATEGIES
 from hipress.errors import HipressError
 from hipress.lab import Lab
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = Path(__file__).parent / "scripts" / "ranks.py"
 CODECS = ["none", "onebit", "topk(ratio=0.05)", "terngrad"]
 GROUPS = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 2]]

@@ -416,7 +416,7 @@ def check_layout(numels, num_routes, *, piece_numel=pieces.PIECE_NUMEL, bulk=Tru
     loads = [0] * num_routes
     sizes = []
     for group, route in enumerate(layout.routes):
-        members = layout.members(group)
+        members = layout.members[group]
         sizes.append(sum(part.numel for part in members))
         loads[route] += sizes[-1]
         if len(members) > 1:

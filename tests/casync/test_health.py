@@ -9,6 +9,8 @@ from torch.distributed import HashStore
 from hipress.casync.health import Health
 from hipress.errors import FrameError, PeerError
 
+pytestmark = pytest.mark.alone
+
 
 class Ward:
     """Ranks that beat in one store, and what each was told."""

@@ -13,6 +13,8 @@ from hipress.cli import bench_sync
 from hipress.cli.main import main
 from tests.lab.conftest import refusal
 
+pytestmark = pytest.mark.alone
+
 FIELDS = {
     "codec", "strategy", "rate", "hosts", "size_bytes", "seconds_median",
     "baseline_seconds_median", "baseline_bf16_seconds_median", "speedup", "wire_bytes_per_rank",

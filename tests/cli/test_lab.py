@@ -11,6 +11,8 @@ import pytest
 from hipress.errors import HipressError
 from hipress.lab import Lab
 
+pytestmark = pytest.mark.alone
+
 HIPRESS = [sys.executable, "-c", "from hipress.cli.main import main; main()", "lab", "run"]
 
 

@@ -7,6 +7,10 @@ import statistics
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.alone
+
 LIMIT_S = 1.0
 # In seconds of this process: on an idle machine what a clock on the wall shows (0.72 and 0.73 s
 # were measured), on a busy one still about that.

@@ -12,6 +12,8 @@ import pytest
 import hipress
 from tests.lab.programs import MOVE
 
+pytestmark = pytest.mark.alone
+
 SRC = str(Path(hipress.__file__).parents[1])
 NOBODY = 65534
 

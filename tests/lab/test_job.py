@@ -11,6 +11,8 @@ import pytest
 from hipress.errors import LabError, UsageError
 from hipress.lab import Lab
 
+pytestmark = pytest.mark.alone
+
 # Both kinds of cluster run the same jobs.
 KINDS = [True, False]
 

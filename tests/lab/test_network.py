@@ -9,7 +9,7 @@ import pytest
 from hipress.errors import LabError
 from hipress.lab import Lab
 
-pytestmark = pytest.mark.usefixtures("namespaces")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("namespaces")]
 
 # TCP/IP and Ethernet headers take 4.4 % of a full packet of 1514 bytes; the bucket may be full.
 LEAST, MOST = 0.85, 1.0

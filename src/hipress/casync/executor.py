@@ -73,8 +73,8 @@ class Executor:
         self._posts: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()
         self._waits: dict[int, queue.SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
-        self._num_computing = num_threads if self.stream is None else 1
-        for _ in range(self._num_computing):
+        self.num_threads = num_threads if self.stream is None else 1
+        for _ in range(self.num_threads):
             self._start("compute", self._compute)
         self._start("communicate", self._communicate)
 
@@ -107,7 +107,7 @@ class Executor:
 
     def close(self) -> None:
         """Ends the threads; those that wait for the network end with it."""
-        for _ in range(self._num_computing):
+        for _ in range(self.num_threads):
             self._ready.push(_STOP, None)
         self._posts.put(None)
         for waits in self._waits.values():

@@ -74,13 +74,13 @@ class Job:
         self.device = torch.device("cpu") if recipe.options.compress_on_cpu else recipe.device
         self.parts = [
             Part(
-                recipe.layout.members(group),
+                slices,
                 None if recipe.is_plain else recipe.codec,
                 recipe.dtype,
                 home=recipe.device,
                 device=self.device,
             )
-            for group in range(len(recipe.layout.routes))
+            for slices in recipe.layout.members
         ]
         self._elements = [Elements(part, on_host) for part in self.parts]
         self._received = {slot for task in recipe.graph.tasks if task.of for slot in task.writes}

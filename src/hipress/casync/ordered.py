@@ -36,6 +36,7 @@ class OrderedExecutor:
         self.stream = new_stream(device) if device.type == "cuda" else None
         self._side = new_stream(device) if device.type == "cuda" else None
         self.events: list[Event] | None = None
+        self.num_threads = 1
         self.failure: BaseException | None = None
         self._explain = explain
         self._lock = threading.Lock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 PIECE_NUMEL = 2**21
@@ -39,7 +40,7 @@ class Slice(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Slices, the group of each, and the route of each group."""
 
@@ -49,10 +50,13 @@ class Layout:
     routes: tuple[int, ...]
     """For each group."""
 
-    def members(self, group: int) -> tuple[Slice, ...]:
-        """The slices of a group."""
-        pairs = zip(self.slices, self.groups, strict=True)
-        return tuple(part for part, found in pairs if found == group)
+    @cached_property
+    def members(self) -> tuple[tuple[Slice, ...], ...]:
+        """For each group its slices."""
+        found: list[list[Slice]] = [[] for _ in self.routes]
+        for part, group in zip(self.slices, self.groups, strict=True):
+            found[group].append(part)
+        return tuple(map(tuple, found))
 
     @property
     def slice_routes(self) -> tuple[int, ...]:
@@ -83,7 +87,7 @@ def cut(
         (8, (6, 6))
     """
     if not pipelined:
-        piece_numel = max(numels, default=1)
+        piece_numel = max(*numels, 1, 1)
     # Little in all is cut finer, so that every rank has something to do.
     target = min(max(-(-sum(numels) // num_routes), LEAST_NUMEL), piece_numel)
     slices: list[Slice] = []

@@ -153,6 +153,7 @@ def _row(
         "baseline_ideal_seconds": _seconds(config.all_reduce_bytes, config.rate_bits),
         "messages_per_rank": one["num_messages"],
         "tasks": one["num_tasks"],
+        "threads": one["num_threads"],
         "codec_seconds": one["codec_s"],
         "overlap_seconds": one["overlap_s"],
         "relative_error": one["relative_error"],

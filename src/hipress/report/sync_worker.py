@@ -198,9 +198,13 @@ class _Worker:
         self._wait_for_device()
         dist.barrier()
         found = events[first:]
-        codec_s = sum(e.end_ns - e.start_ns for e in found if e.queue == "compute") / 1e9
+        # Of one thread: several share the pieces.
+        num_threads = self.engine.executor.num_threads
+        busy_ns = sum(e.end_ns - e.start_ns for e in found if e.queue == "compute")
+        codec_s = busy_ns / 1e9 / num_threads
         codec_s, overlap, num_tasks = _largest([codec_s, overlap_s(found), float(len(found))])
         one.seen |= {"codec_s": codec_s, "overlap_s": overlap, "num_tasks": int(num_tasks)}
+        one.seen["num_threads"] = num_threads
         one.seen["ranks_agree"] = one.seen["ranks_agree"] and _ranks_agree(one.values)
 
     def _count(self, one: _Candidate) -> None:
