@@ -151,7 +151,7 @@ def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--overhead", "--codec", "none", "--json", str(path)) == 0
     document = json.loads(path.read_text())
     assert document["command"] == "bench sync --overhead"
-    assert [row["ranks"] for row in document["rows"]] == [1, 2]
+    assert [row["codec"] for row in document["rows"]] == ["none"]
     assert "500 tasks" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The executor's cost per task is measured over enough tasks."""
+"""The executor's cost per task is measured over enough tasks, and small."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 from hipress.report.sync_overhead import overhead_row
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_enough_tasks_and_consistent_fields(num_ranks: int) -> None:
-    row = overhead_row("onebit", num_ranks=num_ranks, repeats=2)
-    assert row["ranks"] == num_ranks and row["tasks"] >= 500
+def test_enough_tasks_and_consistent_fields() -> None:
+    row = overhead_row("onebit", repeats=3)
+    assert row["tasks"] >= 500
     expected = (row["seconds_median"] - row["codec_seconds_median"]) / row["tasks"]
     assert row["overhead_seconds_per_task"] == pytest.approx(expected)
     assert row["overhead_seconds_500_tasks"] == pytest.approx(500 * expected)
+    assert row["overhead_seconds_500_tasks"] > 0

@@ -62,8 +62,7 @@ class Recipe:
     def layout(self) -> pieces.Layout:
         """How the gradients are cut."""
         options = self.options
-        on_gpu = self.device.type == "cuda" and not options.compress_on_cpu
-        numel = options.piece_numel or (pieces.GPU_PIECE_NUMEL if on_gpu else pieces.PIECE_NUMEL)
+        numel = options.piece_numel or self._piece_numel()
         while True:
             layout = pieces.cut(
                 self.numels,
@@ -75,6 +74,17 @@ class Recipe:
             if len(layout.routes) <= MAX_PIECES:
                 return layout
             numel *= 2
+
+    def _piece_numel(self) -> int:
+        """Elements of a piece: as many as encode well, fewer where that makes a long message."""
+        if self.is_plain:
+            return max(*self.numels, 1, 1)  # the transport cuts it itself
+        on_gpu = self.device.type == "cuda" and not self.options.compress_on_cpu
+        numel = pieces.GPU_PIECE_NUMEL if on_gpu else pieces.PIECE_NUMEL
+        longest = pieces.GPU_FRAME_BYTES if on_gpu else pieces.FRAME_BYTES
+        while self.codec.wire_bytes(numel) - 4096 > longest:
+            numel //= 2
+        return numel
 
     @cached_property
     def graph(self) -> Graph:

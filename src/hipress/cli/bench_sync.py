@@ -267,20 +267,15 @@ def _overhead_rows(codecs: list[str], repeats: int, to_stderr: bool) -> list[dic
 
     for expression in codecs:
         hipress.codec(expression)
-    rows = [
-        overhead_row(expression, num_ranks=num_ranks, repeats=3 * repeats)
-        for expression in codecs
-        for num_ranks in (1, 2)
-    ]
+    rows = [overhead_row(expression, repeats=3 * repeats) for expression in codecs]
     columns = [
         Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),
-        Column(header="ranks", show=lambda row: str(row["ranks"])),
         Column(header="tasks", show=lambda row: str(row["tasks"])),
         Column(header="sync\nms", show=fixed("seconds_median", 2, scale=1e3)),
         Column(header="codec\nms", show=fixed("codec_seconds_median", 2, scale=1e3)),
         Column(header="us per\ntask", show=fixed("overhead_seconds_per_task", 1, scale=1e6)),
         Column(header="ms per\n500 tasks", show=fixed("overhead_seconds_500_tasks", 2, scale=1e3)),
     ]
-    title = "The executor without a network; ranks are threads of one process"
+    title = "The executor, without a network"
     print_table(title, columns, rows, to_stderr=to_stderr)
     return rows

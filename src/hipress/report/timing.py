@@ -17,6 +17,10 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
+from hipress.version import __version__
+
 # One sample lasts at least this long, so that the clock and the call around it cost under 1 %.
 _MIN_SAMPLE_S = 0.0005
 
@@ -87,14 +91,17 @@ def measure(
 
 
 def machine_facts() -> dict[str, str | int]:
-    """What a reader needs to judge a timing: processor, cores, versions, and the date in UTC."""
+    """What a reader needs to judge a timing: processor, GPU, versions, and the date in UTC."""
     facts: dict[str, str | int] = {
         "cpu": _cpu_model(),
         "cores": _num_cores(),
         "python": platform.python_version(),
     }
-    for package in ("torch", "numba", "hipress"):
+    for package in ("torch", "numba"):
         facts[package] = _version(package)
+    facts["hipress"] = __version__
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
     facts["date_utc"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     return facts
 
