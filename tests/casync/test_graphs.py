@@ -494,3 +494,13 @@ def test_one_large_gradient_occupies_every_route():
         assert min(loads) > 0
         _, loads = check_layout([100_000_000], num_routes)
         assert max(loads) < 1.01 * min(loads)
+
+
+def test_pipelining_off_is_off_without_tags_too():
+    cluster = Cluster(hosts=(0, 1))
+    graph = build("ps", cluster, 0, list(range(6)))
+    on, off = (lowering.lower(graph, ordered=True, pipelined=p) for p in (True, False))
+    assert on != off
+    verbs = [task.verb for task in off.tasks]
+    last = max(k for k, verb in enumerate(verbs) if verb is Verb.ENCODE)
+    assert last < min(k for k, verb in enumerate(verbs) if verb is Verb.EXCHANGE)

@@ -7,6 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from hipress.casync.health import Health
+from hipress.casync.transport import LinkError
 from hipress.errors import FrameError, PeerError
 
 pytestmark = pytest.mark.alone
@@ -99,7 +100,7 @@ def test_an_error_of_a_rank_s_own_reaches_all(ward):
 def test_a_broken_connection_is_blamed_on_who_is_silent(ward):
     watched = ward(4, 3.0)
     watched.silence(1)
-    found = watched.ranks[3].explain(RuntimeError("Connection reset by 10.0.0.7:41523\nmore"))
+    found = watched.ranks[3].explain(LinkError("Connection reset by 10.0.0.7:41523\nmore"))
     assert isinstance(found, PeerError)
     assert found.ranks == (1,)
     assert "rank 1 is gone or frozen (Connection reset by 10.0.0.7:41523)" in str(found)
@@ -109,7 +110,7 @@ def test_a_broken_connection_is_blamed_on_who_is_silent(ward):
 
 def test_a_broken_connection_among_the_living_names_nobody(ward):
     watched = ward(3, 2.0)
-    found = watched.ranks[0].explain(RuntimeError("timed out"))
+    found = watched.ranks[0].explain(LinkError("timed out"))
     assert isinstance(found, PeerError)
     assert found.ranks == ()
     assert "all ranks are alive" in str(found) and "timed out" in str(found)
@@ -118,7 +119,7 @@ def test_a_broken_connection_among_the_living_names_nobody(ward):
 def test_the_first_failure_is_what_all_say(ward):
     watched = ward(3, 2.0)
     watched.ranks[1].explain(FrameError("first"))
-    second = watched.ranks[2].explain(RuntimeError("second, a consequence"))
+    second = watched.ranks[2].explain(LinkError("second, a consequence"))
     assert isinstance(second, PeerError)
     assert str(second) == "rank 1 failed: first"
 
@@ -138,7 +139,7 @@ def test_a_store_that_is_gone_is_blamed_on_rank_0():
     store, told = Gone(), []
     health = Health(store, 1, 2, 1.0, on_failure=told.append)
     store.is_gone = True
-    found = health.explain(RuntimeError("Connection reset"))
+    found = health.explain(LinkError("Connection reset"))
     assert isinstance(found, PeerError) and found.ranks == (0,)
     assert "rank 0, or whoever holds the store, is gone (Connection reset)" in str(found)
     deadline = time.monotonic() + 5

@@ -3,6 +3,7 @@
 Gradients of fewer than 2**17 elements are one piece; larger ones are cut.
 """
 
+import sys
 import threading
 import time
 
@@ -12,6 +13,7 @@ import torch
 import hipress
 from hipress.casync import pieces
 from hipress.casync.engine import Options
+from hipress.casync.executor import Executor
 from hipress.casync.graph import Kind
 from hipress.casync.loopback import Hub, Loopback
 from hipress.casync.strategies import STRATEGIES
@@ -743,9 +745,110 @@ def test_after_a_failure_every_call_fails_at_once(monkeypatch):
         thread.join(4.0)
         return errors
 
-    for errors in run(2, work, timeout_s=5.0):
-        assert len(errors) == 3
-        assert len(set(errors)) == 1
+    for first, *later in run(2, work, timeout_s=5.0):
+        assert len(later) == 2
+        for error in later:
+            assert error.startswith("the exchange is down since an earlier error (")
+            assert first.removesuffix(".") in error
+
+
+def test_a_job_is_not_done_before_what_it_sent_has_left(monkeypatch):
+    # A caller that is slow to return from `submit`, and sends that take their time.
+    class Late:
+        def wait(self):
+            time.sleep(0.05)
+
+    class Slow(Loopback):
+        def send(self, data, to, tag):
+            super().send(data, to, tag)
+            return Late()
+
+    dispatch = Executor._dispatch
+
+    def slow_dispatch(self, job, place):
+        dispatch(self, job, place)
+        if sys._getframe(1).f_code.co_name == "submit":
+            time.sleep(0.02)
+
+    monkeypatch.setattr("tests.casync.harness.Loopback", Slow)
+    monkeypatch.setattr(Executor, "_dispatch", slow_dispatch)
+
+    def work(engine, rank):
+        results = []
+        for step in range(4):
+            value = torch.full((8,), float(rank + 10 * step))
+            engine.allreduce([value], codec="none", name="w").wait()
+            results.append(value[0].item())
+        return results
+
+    assert run(2, work) == [[10.0 * step + 0.5 for step in range(4)]] * 2
+
+
+def test_elements_that_lie_apart_in_one_dimension():
+    def work(engine, rank):
+        whole = torch.full((20,), float(rank))
+        for strategy in STRATEGIES:
+            engine.allreduce([whole[::2]], codec="none", strategy=strategy, name=strategy).wait()
+        return whole
+
+    for rank, whole in enumerate(run(2, work, hosts=("a", "a"))):
+        assert whole[::2].eq(0.5).all() and whole[1::2].eq(rank).all()
+
+
+def test_what_cannot_be_written_is_refused_and_does_no_harm():
+    def work(engine, rank):
+        with pytest.raises(UsageError, match="expanded"):
+            engine.allreduce([torch.ones(4, 1).expand(4, 5)], codec="none")
+        with pytest.raises(UsageError, match="no whole number"):
+            engine.allreduce([torch.ones(3, dtype=torch.int64)], strategy="allreduce")
+        value = torch.full((3,), float(rank))
+        engine.allreduce([value]).wait()
+        return value[0].item()
+
+    assert run(2, work) == [0.5, 0.5]
+
+
+def test_a_mean_of_16_bits_does_not_overflow():
+    def work(engine, rank):
+        value = torch.full((100,), 40000.0, dtype=torch.float16)
+        engine.allreduce([value], strategy="allreduce").wait()
+        return value
+
+    assert all(value.eq(40000.0).all() for value in run(2, work))
+
+
+def test_what_hangs_on_a_future_may_exchange_too():
+    def work(engine, rank):
+        first, second = torch.ones(3), torch.full((3,), float(rank))
+        future = engine.allreduce([first], name="a").future(first)
+        nested = future.then(lambda _: engine.allreduce([second], name="b").wait())
+        nested.wait()
+        return second[0].item()
+
+    assert run(2, work) == [0.5, 0.5]
+
+
+def test_ranks_that_swap_two_names_do_not_mix_them():
+    def work(engine, rank):
+        a, b = torch.ones(8), torch.full((8,), 100.0)
+        for name, value in (("a", a), ("b", b)):
+            engine.allreduce([value], name=name).wait()
+        calls = [("a", a), ("b", b)]
+        with pytest.raises(PeerError):
+            for name, value in calls if rank == 0 else reversed(calls):
+                engine.allreduce([value], name=name).wait()
+
+    run(2, work, timeout_s=2.0)
+
+
+def test_a_closed_engine_says_so():
+    def work(engine, rank):
+        engine.allreduce([torch.ones(3)]).wait()
+        engine.close()
+        with pytest.raises(UsageError, match="closed"):
+            engine.allreduce([torch.ones(3)])
+
+    run(1, work)
 
 
 def test_closing_leaves_no_thread_behind():

@@ -77,6 +77,9 @@ class Council:
             )
             return {"error": error, "ranks": missing, "differ": False, "told": []}
         found = [json.loads(self._store.get(key)) for key in keys]
+        # All have come, so all have read the last verdict: the store need not keep either.
+        for key in (*keys, f"agree/{self._count - 1}/verdict"):
+            self._store.delete_key(key)
         if any(one["what"] != what for one in found):
             named = {rank: {"call": one["what"]} for rank, one in enumerate(found)}
         else:

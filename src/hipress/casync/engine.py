@@ -20,7 +20,7 @@ from hipress.casync import strategies
 from hipress.casync.agree import Council
 from hipress.casync.executor import Executor
 from hipress.casync.graph import Slot
-from hipress.casync.handle import Handle
+from hipress.casync.handle import Handle, Settler
 from hipress.casync.health import Health
 from hipress.casync.job import Job
 from hipress.casync.ordered import OrderedExecutor
@@ -101,6 +101,8 @@ class Engine:
         self._steps: dict[str, int] = {}
         self._codecs: dict[tuple[str, bool], Codec] = {}
         self._sequence = 0
+        self._settler = Settler()
+        self._num_agreed = 0
         self._lock = threading.Lock()
         self._council = Council(store, transport.rank, transport.num_ranks, timeout_s)
         names = self._council.agree("the start", self._facts(), told=host or socket.gethostname())
@@ -111,7 +113,7 @@ class Engine:
             transport.rank,
             transport.num_ranks,
             timeout_s,
-            on_failure=lambda error: self.executor.fail(error),
+            on_failure=self._fail,
         )
         self.executor: Executor | OrderedExecutor
         if transport.ordered:
@@ -144,6 +146,7 @@ class Engine:
             name: Keys the codec's state, and so its error feedback; without it there is none.
             total: The sum instead of the mean.
         """
+        self.executor.check()
         recipe, key = self._recipe(values, codec, strategy, name, total)
         if name is not None and (before := self._busy.get(name)) is not None:
             before.wait()  # its state is in use
@@ -176,6 +179,7 @@ class Engine:
         """Ends the engine; its jobs must be done."""
         self._health.close()
         self.executor.close()
+        self._settler.close()
 
     def _start(
         self,
@@ -186,11 +190,9 @@ class Engine:
         step: int,
     ) -> Handle:
         stream = self.executor.stream
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        handle = Handle(values, stream)
+        handle = Handle(values, stream, self._settler)
         originals = [value.detach() for value in values]
-        flats = [value.reshape(-1) for value in originals]  # a copy where elements lie apart
+        flats = [value.contiguous().view(-1) for value in originals]
         apart = [
             (value, flat)
             for value, flat in zip(originals, flats, strict=True)
@@ -198,28 +200,38 @@ class Engine:
         ]
 
         def on_done(error: BaseException | None) -> None:
-            if error is None:
-                for value, flat in apart:
+            try:
+                for value, flat in apart if error is None else ():
                     value.copy_(flat.view(value.shape))
+            except BaseException as problem:  # whoever waits must hear of it
+                error = problem
+            job.let_go()
+            handle.end(error)
+            if error is None:
+                job.last_use = handle.event
                 with self._lock:
                     if key in self._free:
                         self._free[key].append(job)
             if job.recipe.name is not None:
                 self._busy.pop(job.recipe.name, None)
-            handle.end(error)
-            job.last_use = handle.event
 
         job.begin(flats, sequence, step)
         job.on_done = on_done
         if job.recipe.name is not None:
             self._busy[job.recipe.name] = handle
         self._count(job)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             self.executor.submit(job)
         except BaseException as error:
             on_done(error)
             raise
         return handle
+
+    def _fail(self, error: BaseException) -> None:
+        if (executor := getattr(self, "executor", None)) is not None:
+            executor.fail(error)
 
     def _count(self, job: Job) -> None:
         stats = self.stats
@@ -265,6 +277,10 @@ class Engine:
         first = values[0]
         for value in values:
             _check(value, first, self.device, plain=made.name == "none" and strategy == "allreduce")
+        if not first.is_floating_point() and not total:
+            raise UsageError(
+                f"the mean of {first.dtype} is no whole number; ask for op='sum', or convert."
+            )
         recipe = Recipe(
             name=name,
             numels=tuple(value.numel() for value in values),
@@ -276,6 +292,7 @@ class Engine:
             rank=self.transport.rank,
             hosts=self.hosts,
             ordered=self.transport.ordered,
+            number=self._num_agreed + 1,
             options=self.options,
         )
         if name is not None and name in self._names:
@@ -286,7 +303,7 @@ class Engine:
                 "codec's state: give another name, or the same tensors and codec."
             )
         self._council.agree(f"allreduce of {name!r}" if name else "an allreduce", recipe.facts())
-        _ = recipe.graph
+        self._num_agreed += 1
         self._recipes[key] = recipe
         if name is not None:
             self._names[name] = recipe
@@ -313,6 +330,7 @@ class Engine:
             "pipelining": self.options.pipelined,
             "bulk": self.options.bulk,
             "elements of a piece": self.options.piece_numel,
+            "compression on the CPU": self.options.compress_on_cpu,
             "seed": self._seed,
         }
 
@@ -325,9 +343,14 @@ def _check(value: torch.Tensor, first: torch.Tensor, device: torch.device, plain
             f"allreduce was given tensors of {first.dtype} and {value.dtype}; those of one call "
             "must have one dtype: make a call for each."
         )
-    if value.device.type != device.type:
+    if value.device != first.device or value.device.type != device.type:
         raise UsageError(
-            f"the tensor is on {value.device} and this engine works on {device.type}; move it."
+            f"a tensor is on {value.device}, where {first.device} is expected; move it."
+        )
+    if any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+        raise UsageError(
+            "the tensor is expanded, so that several elements share memory and cannot be written; "
+            "give tensor.contiguous()."
         )
     if not (plain and value.layout is torch.strided):
         tensors.storage(value, "the tensor")

@@ -29,8 +29,9 @@ from hipress.casync.graph import COMPUTING, Verb
 from hipress.casync.job import Job
 from hipress.casync.memory import new_stream
 from hipress.casync.recipe import TAG_BITS
-from hipress.casync.transport import Pending, Transport
+from hipress.casync.transport import Pending, Transport, finish, raise_again
 from hipress.compll.threads import stay_on_this_thread
+from hipress.errors import UsageError
 from hipress.timeline import Event
 
 MAX_WAITERS = 16
@@ -40,6 +41,8 @@ CLOSE_S = 5.0
 """A thread that is stuck in the network keeps nobody longer from leaving."""
 
 _SEQUENCES = 2**TAG_BITS
+_SPREAD = 4099
+"""Between the tags of two recipes at one moment: more than jobs that are under way at once."""
 _STOP = (-1, -1)
 
 
@@ -81,8 +84,7 @@ class Executor:
     def submit(self, job: Job) -> None:
         """Starts a job that has begun; its `on_done` is called when all is done."""
         with self._lock:
-            if self.failure is not None:
-                raise self.failure
+            self.check()
             self._jobs.add(job)
         # Receives first: what the others send can then flow while this rank still encodes.
         ready = [place for place, needs in enumerate(job.recipe.num_needs) if needs == 0]
@@ -91,6 +93,10 @@ class Executor:
             self._dispatch(job, place)
         if not tasks:  # empty tensors
             self._finish(job)
+
+    def check(self) -> None:
+        """Raises where an earlier error, or `close`, has put an end to it."""
+        raise_again(self.failure)
 
     def fail(self, error: BaseException) -> None:
         """Ends all jobs with an error, now and from now on."""
@@ -106,7 +112,8 @@ class Executor:
             self.transport.abort()
 
     def close(self) -> None:
-        """Ends the threads; those that wait for the network end with it."""
+        """Ends the threads; jobs that are under way fail."""
+        self.fail(UsageError("this engine is closed; make another."))
         for _ in range(self.num_threads):
             self._ready.push(_STOP, None)
         self._posts.put(None)
@@ -200,7 +207,8 @@ class Executor:
         task, message = job.recipe.graph.tasks[place], job.bound.messages[place]
         assert message is not None
         start_ns = time.perf_counter_ns()
-        high = job.sequence % _SEQUENCES << TAG_BITS
+        # Ranks that are about different things do not meet, and say so after a while.
+        high = (job.sequence + _SPREAD * job.recipe.number) % _SEQUENCES << TAG_BITS
         if task.verb is Verb.RECV:
             cell, of, tag = message.recvs[0]
             pending = self.transport.recv(cell.wire, of, high | tag)
@@ -217,20 +225,21 @@ class Executor:
                 self._record(job, place, "send", start_ns)
                 self._release(job, place)
         else:
-            pending = self.transport.all_reduce(job.parts[task.piece].gather())
+            pending = self.transport.all_reduce(job.addend(task.piece))
             self._wait_for(-1, job, place, pending, start_ns)
 
     def _wait_for(self, waiter: int, job: Job, place: int, pending: Pending, start_ns: int) -> None:
-        waits = self._waits.get(waiter)
-        if waits is None:
-            waits = self._waits[waiter] = queue.SimpleQueue()
-            self._start("wait" if waiter < 0 else f"wait-{waiter}", self._wait, waits)
+        with self._lock:
+            waits = self._waits.get(waiter)
+            if waits is None:
+                waits = self._waits[waiter] = queue.SimpleQueue()
+                self._start("wait" if waiter < 0 else f"wait-{waiter}", self._wait, waits)
         waits.put((job, place, pending, start_ns))
 
     def _wait(self, waits: queue.SimpleQueue[Any]) -> None:
         while (found := waits.get()) is not None:
             job, place, pending, start_ns = found
-            pending.wait()
+            finish(pending)
             if place < 0:
                 self._finish(job)
                 continue
@@ -272,4 +281,4 @@ class _All:
 
     def wait(self) -> None:
         for one in self._pending:
-            one.wait()
+            finish(one)

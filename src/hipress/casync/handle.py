@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,10 +10,43 @@ from typing import Any
 import torch
 
 
+class Settler:
+    """A thread that settles futures: what users hang on them may start, and await, the next."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Runs a call soon, after those before it."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="hipress-futures", daemon=True
+                )
+                self._thread.start()
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """Ends the thread, after what it was given."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
 class Handle:
     """A synchronisation under way."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream | None,
+        settler: Settler,
+    ) -> None:
+        self._settler = settler
         self._tensors = list(tensors)  # kept alive until it is done
         self._stream = stream
         self._ended = threading.Event()
@@ -32,7 +66,8 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            assert self._stream is not None
+            torch.cuda.current_stream(self._stream.device).wait_event(self.event)
 
     def future(self, value: Any) -> torch.futures.Future[Any]:
         """The same as torch's future, which gives `value`."""
@@ -68,4 +103,4 @@ class Handle:
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback()
+            self._settler.put(callback)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hipress.errors import HipressError, PeerError
+from hipress.casync.transport import LinkError
+from hipress.errors import PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -82,8 +83,8 @@ class Health:
         An error of this rank's own stays what it is. One of the transport becomes a PeerError
         that names who is gone, as far as heartbeats tell.
         """
-        if isinstance(error, HipressError) and not isinstance(error, PeerError):
-            self._tell(f"rank {self._rank} failed: {error}", [self._rank])
+        if not isinstance(error, LinkError | PeerError):
+            self._tell(f"rank {self._rank} failed: {_first_line(error)}", [self._rank])
             return error
         try:
             found = self._failed() or self._look(error)
@@ -173,8 +174,9 @@ class Health:
             text = f"{who} gone or frozen ({_first_line(error)}): look at the output there."
             return self._tell(text, silent)
         return self._tell(
-            f"rank {self._rank} could not communicate, though all ranks are alive: a rank is late "
-            f"or a link is down ({_first_line(error)}); raise HIPRESS_TIMEOUT if it is only late.",
+            "messages did not come in time, though all ranks are alive: a rank is late or calls in "
+            f"another order, or a link is down ({_first_line(error)}); raise HIPRESS_TIMEOUT if it "
+            "is only late.",
             [],
         )
 

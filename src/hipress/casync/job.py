@@ -126,6 +126,24 @@ class Job:
         self.left = len(self.waiting)
         self.sends = []
 
+    def let_go(self) -> None:
+        """Forgets the caller's tensors."""
+        for part in self.parts:
+            part.let_go()
+        self._pointers = []
+        self.on_done = lambda error: None
+
+    def addend(self, piece: int) -> torch.Tensor:
+        """What the transport's all-reduce adds up; a mean of 16 bits in shares, or it overflows."""
+        elements = self.parts[piece].gather()
+        if self._shares_first:
+            elements.mul_(1.0 / len(self.recipe.hosts))
+        return elements
+
+    @property
+    def _shares_first(self) -> bool:
+        return not self.recipe.total and self.recipe.dtype in (torch.float16, torch.bfloat16)
+
     def tag(self, slot: Slot) -> int:
         """The lower half of a message's tag."""
         return slot.piece * 4 + _TAGS[slot.kind]
@@ -313,7 +331,8 @@ class Job:
     def _sum_up(self, task: Task) -> Callable[[], object]:
         """What follows an all-reduce: the mean, handed out."""
         part = self.parts[task.piece]
-        scale = 1.0 if self.recipe.total else 1.0 / len(self.recipe.hosts)
+        done = self.recipe.total or self._shares_first
+        scale = 1.0 if done else 1.0 / len(self.recipe.hosts)
 
         def run() -> None:
             if scale != 1.0:

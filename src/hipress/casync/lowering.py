@@ -46,7 +46,7 @@ def lower(
     if not pipelined:
         graph = stages(graph)
     if ordered:
-        graph = exchanges(graph)
+        graph = exchanges(graph, STRIDE if pipelined else 0)
     return graph
 
 
@@ -116,7 +116,7 @@ def stages(graph: Graph) -> Graph:
     return draft.graph()
 
 
-def exchanges(graph: Graph) -> Graph:
+def exchanges(graph: Graph, stride: int = STRIDE) -> Graph:
     """Sends, and the receives one depth below, become one call.
 
     All ranks hold the same sends and receives at the same moment, so all make their calls in one
@@ -125,7 +125,7 @@ def exchanges(graph: Graph) -> Graph:
     groups: dict[tuple[int, ...], list[Task]] = defaultdict(list)
     timed: list[tuple[tuple[int, ...], int, Task]] = []
     for task in graph.tasks:
-        moment = _moment(graph, task)[0]
+        moment = _moment(graph, task, stride)[0]
         if task.verb in COMPUTING or task.verb is Verb.ALL_REDUCE:
             timed.append(((moment, 0), task.piece, task))
         else:
@@ -145,10 +145,10 @@ def exchanges(graph: Graph) -> Graph:
     return _redrawn(graph, [task for *_, task in sorted(timed, key=lambda row: row[:2])])
 
 
-def _moment(graph: Graph, task: Task) -> tuple[int, int, int]:
+def _moment(graph: Graph, task: Task, stride: int = STRIDE) -> tuple[int, int, int]:
     """When it is due; pieces of one moment in an order that keeps messages of a pair in order."""
     piece, num_ranks = task.piece, graph.num_ranks
-    moment = piece // num_ranks * STRIDE + task.depth
+    moment = piece // num_ranks * stride + task.depth
     # Each rank starts with another piece, or all would send to one rank at the same time.
     turn = (graph.routes[piece] - graph.rank - 1) % num_ranks if task.verb is Verb.ENCODE else 0
     return moment, turn, piece

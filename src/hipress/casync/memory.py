@@ -31,6 +31,7 @@ class Scratch(threading.local):
 
 
 scratch = Scratch()
+_NOTHING = torch.empty(0)
 
 
 class Cell:
@@ -170,6 +171,12 @@ class Part:
             self._originals = views
         else:
             self.elements = views[0]
+
+    def let_go(self) -> None:
+        """Forgets them, so that they can be freed."""
+        self._originals = []
+        if not self._staged:
+            self.elements = _NOTHING
 
     def gather(self) -> torch.Tensor:
         """The elements to read."""

@@ -19,7 +19,8 @@ from hipress.casync.executor import CLOSE_S
 from hipress.casync.graph import COMPUTING, Verb
 from hipress.casync.job import Job
 from hipress.casync.memory import new_stream
-from hipress.casync.transport import Transport
+from hipress.casync.transport import Transport, finish, raise_again
+from hipress.errors import UsageError
 from hipress.timeline import Event
 
 
@@ -48,10 +49,13 @@ class OrderedExecutor:
     def submit(self, job: Job) -> None:
         """Starts a job that has begun."""
         with self._lock:
-            if self.failure is not None:
-                raise self.failure
+            self.check()
             self._pending.add(job)
         self._jobs.put(job)
+
+    def check(self) -> None:
+        """Raises where an earlier error, or `close`, has put an end to it."""
+        raise_again(self.failure)
 
     def fail(self, error: BaseException) -> None:
         """Ends all jobs with an error, now and from now on."""
@@ -67,7 +71,8 @@ class OrderedExecutor:
             self.transport.abort()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread; jobs that are under way fail."""
+        self.fail(UsageError("this engine is closed; make another."))
         self._jobs.put(None)
         self._thread.join(CLOSE_S)
 
@@ -79,7 +84,8 @@ class OrderedExecutor:
                     known = job in self._pending
                     self._pending.discard(job)
                 if known:
-                    job.on_done(None)
+                    with _on(self.stream):
+                        job.on_done(None)
         except BaseException as error:  # every failure must reach whoever waits
             self.fail(self._explain(error))
 
@@ -122,7 +128,7 @@ class OrderedExecutor:
         assert message is not None
         task = job.recipe.graph.tasks[place]
         if task.verb is Verb.ALL_REDUCE:
-            self.transport.all_reduce(job.parts[task.piece].gather()).wait()
+            finish(self.transport.all_reduce(job.addend(task.piece)))
             assert work is not None
             work()
             return
@@ -133,7 +139,7 @@ class OrderedExecutor:
             [(cell.wire, of) for cell, of, _ in message.recvs],
         )
         for one in pending:
-            one.wait()
+            finish(one)
         for cell, *_ in message.recvs:
             cell.arrive()
 

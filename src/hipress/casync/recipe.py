@@ -12,6 +12,7 @@ from hipress.casync.graph import Graph
 from hipress.codecs.base import Codec
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.derive import PLAIN
+from hipress.errors import UsageError
 
 TAG_BITS = 15
 MAX_PIECES = 2**TAG_BITS // 4
@@ -51,6 +52,8 @@ class Recipe:
     rank: int
     hosts: tuple[int, ...]
     ordered: bool
+    number: int = 0
+    """In the order in which ranks agreed on recipes; part of the tags of messages."""
     options: Options = field(default_factory=Options)
 
     @cached_property
@@ -73,6 +76,11 @@ class Recipe:
             )
             if len(layout.routes) <= MAX_PIECES:
                 return layout
+            if numel > sum(self.numels):
+                raise UsageError(
+                    f"{len(self.numels)} tensors make more than {MAX_PIECES} messages, the most in "
+                    "one call; leave bulk on, use a codec of the table, or make several calls."
+                )
             numel *= 2
 
     def _piece_numel(self) -> int:
@@ -82,7 +90,7 @@ class Recipe:
         on_gpu = self.device.type == "cuda" and not self.options.compress_on_cpu
         numel = pieces.GPU_PIECE_NUMEL if on_gpu else pieces.PIECE_NUMEL
         longest = pieces.GPU_FRAME_BYTES if on_gpu else pieces.FRAME_BYTES
-        while self.codec.wire_bytes(numel) - 4096 > longest:
+        while self.codec.wire_bytes(numel) - 4096 > longest and numel > pieces.LEAST_NUMEL:
             numel //= 2
         return numel
 
@@ -129,7 +137,8 @@ class Recipe:
             "elements of each tensor": list(self.numels),
             "pipelining": self.options.pipelined,
             "bulk": self.options.bulk,
-            "elements of a piece": self.options.piece_numel,
+            "compression on the CPU": self.options.compress_on_cpu,
+            "number of pieces": len(self.layout.routes),
         }
 
 

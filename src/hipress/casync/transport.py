@@ -12,8 +12,37 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from hipress.errors import HipressError, PeerError, UsageError
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class LinkError(RuntimeError):
+    """What the transport says of a message that failed."""
+
+
+def finish(pending: Pending) -> None:
+    """Waits; what fails is the link's fault, or that of who is at its other end."""
+    try:
+        pending.wait()
+    except RuntimeError as error:
+        if isinstance(error, HipressError):
+            raise
+        raise LinkError(str(error)) from error
+
+
+def raise_again(failure: BaseException | None) -> None:
+    """Raises for a call that comes after a failure."""
+    if failure is None:
+        return
+    if isinstance(failure, UsageError):
+        raise failure  # closed
+    ranks = getattr(failure, "ranks", ())
+    text = str(failure).removesuffix(".")
+    raise PeerError(
+        f"the exchange is down since an earlier error ({text}); restart the job.", ranks=ranks
+    ) from failure
 
 
 class Pending(Protocol):

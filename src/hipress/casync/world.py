@@ -7,7 +7,9 @@ it is first used: nothing we send can meet what others send.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,19 +17,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hipress import settings
+from hipress.casync.agree import Council
 from hipress.casync.engine import Engine, Options
 from hipress.casync.transport import GroupTransport
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError
+from hipress.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_engines: dict[tuple[int, str], tuple[ProcessGroup, Engine]] = {}
-"""By the group's id and the kind of device; the group is kept, so its id is not used again."""
+_engines: dict[tuple[int, torch.device], tuple[weakref.ref[ProcessGroup], Engine]] = {}
+"""By the group's id and the device. Groups are not kept alive: with the first of them goes the
+store, which a program that starts over must be free to open again."""
 _count: dict[tuple[int, ...], int] = {}
 """Engines made so far among some ranks: a prefix of the store for each."""
 _lock = threading.Lock()
+_all: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""To be closed at the end: threads that outlive Python abort the process."""
 
 
 def allreduce(
@@ -72,6 +79,15 @@ def allreduce(
     """
     if op not in ("mean", "sum"):
         raise UsageError(f"op {op!r} is neither 'mean' nor 'sum'; choose one.")
+    if not isinstance(codec, str | Codec):
+        raise UsageError(f"codec is {codec!r}; give an expression such as 'onebit', or a codec.")
+    if name is not None and not isinstance(name, str):
+        raise UsageError(f"name is {name!r}; give one text, also for a list of tensors.")
+    if not isinstance(tensor, torch.Tensor | list | tuple):
+        raise UsageError(
+            f"allreduce was given a {type(tensor).__name__}; it takes a torch.Tensor or a list of "
+            "them (leave out parameters without a gradient)."
+        )
     values = [tensor] if isinstance(tensor, torch.Tensor) else list(tensor)
     for value in values:
         if not isinstance(value, torch.Tensor):
@@ -107,17 +123,29 @@ def engine_of(
             "first, in a script that torchrun or hipress lab run starts."
         )
     chosen: Any = group or dist.group.WORLD
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if chosen == dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError("this rank is not in the group that allreduce was given; leave it out.")
     with _lock:
-        key = (id(chosen), device.type)
+        for old, (alive, engine) in list(_engines.items()):
+            if alive() is None:  # destroyed
+                engine.close()
+                del _engines[old]
+        key = (id(chosen), device)
         if options is None and key in _engines:
             return _engines[key][1]
         engine = _make(chosen, device, options)
         if options is None:
-            _engines[key] = (chosen, engine)
-        atexit.register(engine.close)
+            _engines[key] = (weakref.ref(chosen), engine)
+        _all.add(engine)
         return engine
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_all):
+        engine.close()
 
 
 def _make(group: ProcessGroup, device: torch.device, options: Options | None) -> Engine:
@@ -128,10 +156,18 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None) ->
     timeout_s = settings.timeout_s()
     backend = _backend(group, device)
     # The one name of torch's that is not public: nothing public gives the store of a group.
-    whole = dist.distributed_c10d._get_default_store()
-    prefix = f"hipress/{'-'.join(map(str, ranks))}/{_count[ranks]}"
+    # A clone, because the store itself holds the server on rank 0.
+    found: Any = dist.distributed_c10d._get_default_store()
+    whole = found.clone()
+    members = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+    prefix = f"hipress/{members}/{_count[ranks]}"
     store = dist.distributed_c10d.PrefixStore(prefix, whole)
     timeout = timedelta(seconds=timeout_s)
+    # Before anything that waits for all ranks without naming the one that is missing.
+    joining = dist.distributed_c10d.PrefixStore("join", store)
+    Council(joining, dist.get_rank(group), len(ranks), timeout_s).agree(
+        "the first exchange", {"version of hipress": __version__, "backend": backend}
+    )
     own: Any
     if backend == "gloo":
         # Not by new_group, whose names for groups differ on ranks that are in different groups.

@@ -81,4 +81,11 @@ def run(
         except BaseException:
             job.end()
             raise
+    if finished.failed_rank is not None:
+        label, code = labels[finished.failed_rank], finished.exit_code
+        how = f"was ended by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
+        print(
+            f"hipress: rank {finished.failed_rank} ({label}) {how}; the others were ended.",
+            file=sys.stderr,
+        )
     raise typer.Exit(finished.exit_code)

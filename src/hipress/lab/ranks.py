@@ -56,6 +56,7 @@ def environment(
     where = ranks[rank]
     interface = "eth0" if shaped else "lo"
     return {
+        "PYTHONUNBUFFERED": "1",  # or what a rank printed is lost when it is ended
         "OMP_NUM_THREADS": "1",  # as torchrun: hosts share the cores of one machine
         **os.environ,
         # `python` is the one that runs the lab, also where its environment is not activated.
