@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from hipress.casync.sockets import Sockets, shut_down
 from hipress.errors import HipressError, PeerError, UsageError
 
 if TYPE_CHECKING:
@@ -22,14 +24,21 @@ class LinkError(RuntimeError):
     """What the transport says of a message that failed."""
 
 
-def finish(pending: Pending) -> None:
-    """Waits; what fails is the link's fault, or that of who is at its other end."""
+@contextmanager
+def on_the_link() -> Iterator[None]:
+    """What fails inside is the link's fault, or that of who is at its other end."""
     try:
-        pending.wait()
+        yield
     except RuntimeError as error:
-        if isinstance(error, HipressError):
+        if isinstance(error, HipressError | LinkError):
             raise
         raise LinkError(str(error)) from error
+
+
+def finish(pending: Pending) -> None:
+    """Waits for something under way."""
+    with on_the_link():
+        pending.wait()
 
 
 def raise_again(failure: BaseException | None) -> None:
@@ -95,26 +104,32 @@ class GroupTransport(Transport):
         group: Nobody else may communicate in it.
         backend: Its backend: gloo has tags and takes host memory; others are taken to have none
             and to take the device's.
+        sockets: What it communicates through, as far as that is known.
     """
 
-    def __init__(self, group: ProcessGroup, backend: str) -> None:
+    def __init__(self, group: ProcessGroup, backend: str, sockets: Sockets | None = None) -> None:
         self.group = group
+        self._sockets = sockets or {}
         self.rank = group.rank()
         self.num_ranks = group.size()
         self.ordered = backend != "gloo"
         self.on_device = backend != "gloo"
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> Pending:
-        return self.group.send([data], to, tag)
+        with on_the_link():
+            return self.group.send([data], to, tag)
 
     def recv(self, data: torch.Tensor, of: int, tag: int) -> Pending:
-        return self.group.recv([data], of, tag)
+        with on_the_link():
+            return self.group.recv([data], of, tag)
 
     def all_reduce(self, data: torch.Tensor) -> Pending:
-        return self.group.allreduce([data])
+        with on_the_link():
+            return self.group.allreduce([data])
 
     def abort(self) -> None:
         self.group.abort()
+        shut_down(self._sockets)
 
     def exchange(
         self,
@@ -128,4 +143,5 @@ class GroupTransport(Transport):
         # One grouped call: what NCCL's own all-to-all is made of.
         ops = [dist.P2POp(dist.irecv, data, group=self.group, group_peer=of) for data, of in recvs]
         ops += [dist.P2POp(dist.isend, data, group=self.group, group_peer=to) for data, to in sends]
-        return dist.batch_isend_irecv(ops) if ops else []
+        with on_the_link():
+            return dist.batch_isend_irecv(ops) if ops else []

@@ -19,6 +19,7 @@ import torch
 from hipress import settings
 from hipress.casync.agree import Council
 from hipress.casync.engine import Engine, Options
+from hipress.casync.sockets import Sockets, open_sockets
 from hipress.casync.transport import GroupTransport
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError
@@ -169,10 +170,13 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None) ->
         "the first exchange", {"version of hipress": __version__, "backend": backend}
     )
     own: Any
+    made: Sockets = {}
     if backend == "gloo":
         # Not by new_group, whose names for groups differ on ranks that are in different groups.
         joint = dist.distributed_c10d.PrefixStore("gloo", store)
+        before = open_sockets()
         own = dist.ProcessGroupGloo(joint, dist.get_rank(group), len(ranks), timeout)
+        made = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}
     else:
         own = dist.new_group(
             list(ranks),
@@ -182,7 +186,7 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None) ->
             group_desc="hipress",
         )
     return Engine(
-        GroupTransport(own, backend),
+        GroupTransport(own, backend, made),
         store,
         device=device,
         options=options,
