@@ -90,7 +90,7 @@ def test_a_wrong_result_is_told_and_exit_1(
     one: dict[str, Any] = dict.fromkeys(
         ("wire_bytes", "interface_bytes", "num_messages", "codec_s", "overlap_s"), 1.0
     )
-    one |= {"codec": "none", "strategy": "ps", "num_tasks": 1, "samples_s": [1.0]}
+    one |= {"codec": "none", "strategy": "ps", "num_tasks": 1, "num_threads": 1, "samples_s": [1.0]}
     one |= {"ranks_agree": False, "is_own": False, "relative_error": 0.0}
     one["interface_deviation"] = None
     baseline = {"samples_s": [1.0], "interface_bytes": None}

@@ -37,6 +37,7 @@ GOOD: dict[str, Any] = {
     "interface_deviation": 0.008,
     "num_messages": 6.0,
     "num_tasks": 20,
+    "num_threads": 1,
     "codec_s": 0.001,
     "overlap_s": 0.0005,
     "relative_error": 1e-8,
