@@ -56,6 +56,8 @@ def environment(
     where = ranks[rank]
     interface = "eth0" if shaped else "lo"
     return {
+        # Rank 0 holds the store of torch; ranks that end after it would all print a page about it.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",  # or what a rank printed is lost when it is ended
         "OMP_NUM_THREADS": "1",  # as torchrun: hosts share the cores of one machine
         **os.environ,
