@@ -20,25 +20,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from hipress.casync.graph import COMPUTING, Verb
 from hipress.casync.job import Job
-from hipress.casync.memory import new_stream
 from hipress.casync.recipe import TAG_BITS
-from hipress.casync.transport import Pending, Transport, finish, raise_again
+from hipress.casync.running import CLOSE_S, Running
+from hipress.casync.transport import Pending, Transport, finish
 from hipress.compll.threads import stay_on_this_thread
 from hipress.errors import UsageError
-from hipress.timeline import Event
 
 MAX_WAITERS = 16
 """Peers share waiters beyond this."""
-
-CLOSE_S = 5.0
-"""A thread that is stuck in the network keeps nobody longer from leaving."""
 
 _SEQUENCES = 2**TAG_BITS
 _SPREAD = 4099
@@ -46,7 +41,7 @@ _SPREAD = 4099
 _STOP = (-1, -1)
 
 
-class Executor:
+class Executor(Running):
     """Threads that run jobs until they are closed.
 
     Args:
@@ -64,13 +59,7 @@ class Executor:
         explain: Callable[[BaseException], BaseException] = lambda error: error,
         num_threads: int = 1,
     ) -> None:
-        self.transport = transport
-        self.stream = new_stream(device) if device.type == "cuda" else None
-        self.events: list[Event] | None = None
-        """Where tasks are recorded, if anywhere."""
-        self.failure: BaseException | None = None
-        self._explain = explain
-        self._jobs: set[Job] = set()
+        super().__init__(transport, device, explain)
         self._lock = threading.Lock()
         self._ready = _Heap()
         self._posts: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()
@@ -83,33 +72,14 @@ class Executor:
 
     def submit(self, job: Job) -> None:
         """Starts a job that has begun; its `on_done` is called when all is done."""
-        with self._lock:
-            self.check()
-            self._jobs.add(job)
+        self.take(job)
         # Receives first: what the others send can then flow while this rank still encodes.
         ready = [place for place, needs in enumerate(job.recipe.num_needs) if needs == 0]
         tasks = job.recipe.graph.tasks
         for place in sorted(ready, key=lambda place: tasks[place].verb is not Verb.RECV):
             self._dispatch(job, place)
         if not tasks:  # empty tensors
-            self._finish(job)
-
-    def check(self) -> None:
-        """Raises where an earlier error, or `close`, has put an end to it."""
-        raise_again(self.failure)
-
-    def fail(self, error: BaseException) -> None:
-        """Ends all jobs with an error, now and from now on."""
-        with self._lock:
-            if self.failure is not None:
-                return
-            self.failure = error
-            jobs, self._jobs = self._jobs, set()
-        for job in jobs:
-            job.on_done(error)
-        # Threads that wait for the network come back, so that the process can end.
-        with suppress(RuntimeError):  # it may be gone already
-            self.transport.abort()
+            self.finish(job)
 
     def close(self) -> None:
         """Ends the threads; jobs that are under way fail."""
@@ -136,7 +106,7 @@ class Executor:
                 torch.cuda.set_stream(self.stream)
             target(*args)
         except BaseException as error:  # every failure must reach whoever waits
-            self.fail(self._explain(error))
+            self.fail(self.explain(error))
 
     def _dispatch(self, job: Job, place: int) -> None:
         task = job.recipe.graph.tasks[place]
@@ -164,27 +134,6 @@ class Executor:
             # What was sent must have left before its memory is used again.
             self._wait_for(-1, job, -1, _All(job.sends), 0)
 
-    def _finish(self, job: Job) -> None:
-        with self._lock:
-            if job not in self._jobs:
-                return
-            self._jobs.discard(job)
-        job.on_done(None)
-
-    def _record(self, job: Job, place: int, queue_name: str, start_ns: int) -> None:
-        if self.events is not None:
-            task = job.recipe.graph.tasks[place]
-            self.events.append(
-                Event(
-                    verb=task.verb.value,
-                    name=job.recipe.name or "",
-                    piece=task.piece,
-                    queue=queue_name,
-                    start_ns=start_ns,
-                    end_ns=time.perf_counter_ns(),
-                )
-            )
-
     def _compute(self) -> None:
         stay_on_this_thread()
         while True:
@@ -195,7 +144,7 @@ class Executor:
             assert work is not None
             start_ns = time.perf_counter_ns()
             work()
-            self._record(job, place, "compute", start_ns)
+            self.record(job, place, "compute", start_ns)
             self._release(job, place)
 
     def _communicate(self) -> None:
@@ -222,7 +171,7 @@ class Executor:
             else:
                 # Nobody needs to know when it has left, so nobody wakes up for it.
                 job.sends.append(pending)
-                self._record(job, place, "send", start_ns)
+                self.record(job, place, "send", start_ns)
                 self._release(job, place)
         else:
             pending = self.transport.all_reduce(job.addend(task.piece))
@@ -241,14 +190,14 @@ class Executor:
             job, place, pending, start_ns = found
             finish(pending)
             if place < 0:
-                self._finish(job)
+                self.finish(job)
                 continue
             task = job.recipe.graph.tasks[place]
             if task.verb is Verb.RECV:
                 job.bound.messages[place].recvs[0][0].arrive()
             elif task.verb is Verb.ALL_REDUCE:
                 job.bound.work[place]()
-            self._record(job, place, "send" if task.to else "recv", start_ns)
+            self.record(job, place, "send" if task.to else "recv", start_ns)
             self._release(job, place)
 
 

@@ -11,20 +11,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hipress.casync.executor import CLOSE_S
 from hipress.casync.graph import COMPUTING, Verb
 from hipress.casync.job import Job
 from hipress.casync.memory import new_stream
-from hipress.casync.transport import Transport, finish, raise_again
+from hipress.casync.running import CLOSE_S, Running
+from hipress.casync.transport import Transport, finish
 from hipress.errors import UsageError
-from hipress.timeline import Event
 
 
-class OrderedExecutor:
+class OrderedExecutor(Running):
     """One thread, one order; the same face as `Executor`."""
 
     def __init__(
@@ -33,42 +32,16 @@ class OrderedExecutor:
         device: torch.device,
         explain: Callable[[BaseException], BaseException] = lambda error: error,
     ) -> None:
-        self.transport = transport
-        self.stream = new_stream(device) if device.type == "cuda" else None
+        super().__init__(transport, device, explain)
         self._side = new_stream(device) if device.type == "cuda" else None
-        self.events: list[Event] | None = None
-        self.num_threads = 1
-        self.failure: BaseException | None = None
-        self._explain = explain
-        self._lock = threading.Lock()
-        self._pending: set[Job] = set()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hipress-ordered", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Starts a job that has begun."""
-        with self._lock:
-            self.check()
-            self._pending.add(job)
+        self.take(job)
         self._jobs.put(job)
-
-    def check(self) -> None:
-        """Raises where an earlier error, or `close`, has put an end to it."""
-        raise_again(self.failure)
-
-    def fail(self, error: BaseException) -> None:
-        """Ends all jobs with an error, now and from now on."""
-        with self._lock:
-            if self.failure is not None:
-                return
-            self.failure = error
-            jobs, self._pending = self._pending, set()
-        for job in jobs:
-            job.on_done(error)
-        # Threads that wait for the network come back, so that the process can end.
-        with suppress(RuntimeError):  # it may be gone already
-            self.transport.abort()
 
     def close(self) -> None:
         """Ends the thread; jobs that are under way fail."""
@@ -80,14 +53,10 @@ class OrderedExecutor:
         try:
             while (job := self._jobs.get()) is not None:
                 self._play(job)
-                with self._lock:
-                    known = job in self._pending
-                    self._pending.discard(job)
-                if known:
-                    with _on(self.stream):
-                        job.on_done(None)
+                with _on(self.stream):
+                    self.finish(job)
         except BaseException as error:  # every failure must reach whoever waits
-            self.fail(self._explain(error))
+            self.fail(self.explain(error))
 
     def _play(self, job: Job) -> None:
         done: list[torch.cuda.Event | None] = []
@@ -103,17 +72,7 @@ class OrderedExecutor:
                         stream.wait_event(event)
                 self._do(job, place, computes)
                 done.append(stream.record_event() if stream is not None else None)
-            if self.events is not None:
-                self.events.append(
-                    Event(
-                        verb=task.verb.value,
-                        name=job.recipe.name or "",
-                        piece=task.piece,
-                        queue="compute" if computes else "communicate",
-                        start_ns=start_ns,
-                        end_ns=time.perf_counter_ns(),
-                    )
-                )
+            self.record(job, place, "compute" if computes else "communicate", start_ns)
         if self.stream is not None:
             for event in done:
                 assert event is not None
