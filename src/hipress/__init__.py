@@ -1,7 +1,8 @@
 """HiPress: compressed gradient exchange for data-parallel training.
 
 `hipress.codec("ef(onebit)")` makes a codec; `hipress.codecs` lists and describes them;
-`hipress.allreduce(tensor, codec="onebit")` averages a tensor over all ranks.
+`hipress.allreduce(tensor, codec="onebit")` averages a tensor over all ranks;
+`hipress.attach(ddp_model, codec="onebit")` compresses what a DDP model exchanges.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from typing import TYPE_CHECKING, Any
 from hipress.version import __version__
 
 if TYPE_CHECKING:
-    from hipress import codecs
+    from hipress import codecs, torch
     from hipress.casync.world import allreduce
     from hipress.codecs import Codec, codec
+    from hipress.torch import attach
 
-__all__ = ["Codec", "__version__", "allreduce", "codec", "codecs"]
+__all__ = ["Codec", "__version__", "allreduce", "attach", "codec", "codecs", "torch"]
 
 # Public name: where it lives. Loaded when first used, so that `import hipress` costs nothing.
 _LAZY = {
     "Codec": "hipress.codecs",
     "allreduce": "hipress.casync.world",
+    "attach": "hipress.torch",
     "codec": "hipress.codecs",
     "codecs": "hipress.codecs",
+    "torch": "hipress.torch",
 }
 
 

@@ -163,11 +163,9 @@ def test_the_sum_is_n_times_the_mean(strategy, codec, num_ranks):
 def residual_of(engine, name, kind, numel):
     """The residual of one kind of frame on this rank, zero where others hold it."""
     whole = torch.zeros(numel, dtype=torch.float64)
-    layout = pieces.cut([numel], engine.transport.num_ranks)
-    for slot, state in engine._states[name].items():
-        if slot.kind is kind and "residual" in state:
-            part = layout.slices[slot.piece]
-            whole[part.start : part.stop] += state["residual"].double()
+    for key, state in engine.keeper.of(name).items():
+        if key.kind is kind and "residual" in state:
+            whole[key.start : key.stop] += state["residual"].double()
     return whole
 
 
@@ -241,7 +239,7 @@ def test_a_bad_number_reaches_every_rank_and_no_residual(codec, strategy):
                 value[place] = number
             engine.allreduce([value], codec=codec, strategy=strategy, name="w").wait()
             results.append(value)
-        memory = [held for state in engine._states["w"].values() for held in state.values()]
+        memory = [held for _, state in engine.keeper for held in state.values()]
         return results, all(held.isfinite().all() for held in memory)
 
     for results, clean in run(3, work, hosts=HOSTS):

@@ -10,13 +10,14 @@ import pytest
 pytestmark = pytest.mark.alone
 
 PROGRAM = """
-import torch, torch.distributed as dist, hipress
+import os, time, torch, torch.distributed as dist, hipress
 for _ in range(3):
     dist.init_process_group("gloo")
     value = torch.full((10,), float(dist.get_rank()))
     hipress.allreduce(value, codec="none", name="w")
     dist.destroy_process_group()
     print(value[0].item())
+    time.sleep(2.0 * int(os.environ["RANK"]))  # or it would meet rank 0's store of this round
 """
 
 

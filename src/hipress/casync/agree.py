@@ -12,10 +12,14 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from hipress.casync import clock
 from hipress.errors import AgreementError, PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+PART_BYTES = 2**20
+"""Of what is gathered through the store at once."""
 
 GRACE_S = 5.0
 """How much longer the others wait for the verdict than rank 0 does for the facts."""
@@ -64,6 +68,41 @@ class Council:
             return list(verdict["told"])
         kind = AgreementError if verdict["differ"] else PeerError
         raise kind(verdict["error"], ranks=tuple(verdict["ranks"]))
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """What each rank gives, in rank order, on rank 0; nothing on the others.
+
+        Raises:
+            PeerError: A rank did not come in time.
+        """
+        self._count += 1
+        base = f"gather/{self._count}"
+        # In parts: a store refuses values of many megabytes.
+        parts = [payload[at : at + PART_BYTES] for at in range(0, len(payload), PART_BYTES)]
+        for k, part in enumerate(parts):
+            self._store.set(f"{base}/{self._rank}/{k}", part)  # type: ignore[arg-type]
+        self._store.set(f"{base}/{self._rank}", str(len(parts)))
+        if self._rank != 0:
+            return []
+        found = []
+        deadline = time.monotonic() + self._timeout_s
+        for rank in range(self._num_ranks):
+            key = f"{base}/{rank}"
+            if not self._arrives(key, deadline):
+                raise PeerError(
+                    f"rank {rank} did not give its part within {self._timeout_s:g} s: gone or "
+                    "late; look at its output, or raise HIPRESS_TIMEOUT.",
+                    ranks=(rank,),
+                )
+            keys = [f"{key}/{k}" for k in range(int(self._store.get(key)))]
+            found.append(b"".join(self._store.get(part) for part in keys))
+            for done in (key, *keys):
+                self._store.delete_key(done)
+        return found
+
+    def clock_offset(self) -> tuple[int, int]:
+        """This rank's clock against rank 0's in nanoseconds, and by how much it may be wrong."""
+        return clock.offset(self._store, self._rank, self._num_ranks, timeout_s=self._timeout_s)
 
     def _judge(self, base: str, what: str, own: dict[str, Any]) -> dict[str, Any]:
         deadline = time.monotonic() + self._timeout_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,16 @@ from hipress import settings
 from hipress.casync import strategies
 from hipress.casync.agree import Council
 from hipress.casync.executor import Executor
-from hipress.casync.graph import Slot
 from hipress.casync.handle import Handle, Settler
 from hipress.casync.health import Health
 from hipress.casync.job import Job
+from hipress.casync.keeper import Keeper
 from hipress.casync.ordered import OrderedExecutor
+from hipress.casync.pieces import Place
 from hipress.casync.recipe import Options, Recipe, forgetful
 from hipress.casync.transport import Transport
 from hipress.codecs import frame, tensors
-from hipress.codecs.base import Codec, State
+from hipress.codecs.base import Codec
 from hipress.codecs.table import codec as named_codec
 from hipress.errors import PeerError, UsageError
 from hipress.timeline import Event
@@ -92,13 +93,19 @@ class Engine:
         self.device = torch.device(device)
         self.options = options or Options()
         self.stats = Stats()
+        self.keeper = Keeper()
+        """What the codecs of named tensors remember."""
         self._seed = seed
         self._recipes: dict[tuple[Any, ...], Recipe] = {}
-        self._names: dict[str, Recipe] = {}
+        self._names: dict[str, tuple[Any, ...]] = {}
+        """For each named tensor the key of its recipe."""
         self._free: dict[tuple[Any, ...], list[Job]] = {}
-        self._busy: dict[str, Handle] = {}
-        self._states: dict[str, dict[Slot, State]] = {}
-        self._steps: dict[str, int] = {}
+        """Jobs of unnamed recipes: several of one may be under way."""
+        self._jobs: dict[tuple[Any, ...], Job] = {}
+        """The job of each named recipe: only one may work on its state."""
+        self._last: dict[tuple[Any, ...], Handle] = {}
+        """Its last use."""
+        self._steps: dict[tuple[str, ...], int] = {}
         self._codecs: dict[tuple[str, bool], Codec] = {}
         self._sequence = 0
         self._settler = Settler()
@@ -134,7 +141,12 @@ class Engine:
         codec: str | Codec = "none",
         strategy: str = "ps",
         name: str | None = None,
+        names: Sequence[str] | None = None,
+        places: Sequence[tuple[Place, ...]] | None = None,
+        step: int | None = None,
         total: bool = False,
+        lr_ratio: float | None = None,
+        weights: Sequence[torch.Tensor] | None = None,
     ) -> Handle:
         """Starts to replace tensors by their mean over all ranks, in place.
 
@@ -144,36 +156,82 @@ class Engine:
             codec: An expression, or a codec.
             strategy: `ps`, `ring`, `hierarchical` or `allreduce`.
             name: Keys the codec's state, and so its error feedback; without it there is none.
+            names: Instead, one for each tensor. With `places` a tensor keeps its state when it
+                travels with others than before.
+            places: For each tensor its slices and their routes (see `Dealer`).
+            step: Of training; counted for each name if None.
             total: The sum instead of the mean.
+            lr_ratio: The last step's learning rate over this one's, for codecs with momentum.
+            weights: The parameters, flat, for codecs that decay them.
         """
         self.executor.check()
-        recipe, key = self._recipe(values, codec, strategy, name, total)
-        if name is not None and (before := self._busy.get(name)) is not None:
-            before.wait()  # its state is in use
+        if names is None and name is not None:
+            alone = len(values) == 1
+            names = (name,) if alone else tuple(f"{name}[{k}]" for k in range(len(values)))
+        named = None if names is None else tuple(names)
+        recipe, key = self._recipe(values, codec, strategy, named, places, total)
+        if named is not None and (before := self._last.get(key)) is not None:
+            before.settle()  # its job and its state are in use
         with self._lock:
             self._sequence += 1
             sequence = self._sequence
-            free = self._free.setdefault(key, [])
-            job = free.pop() if free else None
-        if job is None:
-            states = {} if name is None else self._states.setdefault(name, {})
-            on_host = not self.transport.on_device
-            job = Job(recipe, states, on_host=on_host, seed=self._seed)
-        step = sequence
-        if name is not None:
-            step = self._steps.get(name, 0)
-            self._steps[name] = step + 1
-        return self._start(job, key, values, sequence, step)
+        job = self._job(recipe, key)
+        if step is None:
+            step = sequence
+            if named is not None:
+                step = self._steps.get(named, 0)
+                self._steps[named] = step + 1
+        return self._start(job, key, values, sequence, step, lr_ratio, weights)
+
+    def agree(self, what: str, facts: dict[str, Any], told: Any = None) -> list[Any]:
+        """Compares facts among all ranks, and shares what each is told.
+
+        Raises:
+            AgreementError: They differ.
+            PeerError: A rank does not come to the point where all compare.
+        """
+        self.executor.check()
+        return self._council.agree(what, facts, told=told)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """What each rank gives, in rank order, on rank 0; nothing on the others."""
+        return self._council.gather(payload)
+
+    def settle(self) -> None:
+        """Waits until no named job is under way: what the keeper holds may be read and written."""
+        for handle in list(self._last.values()):
+            handle.settle()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drops all there is of some named tensors, their state among it."""
+        for name in names:
+            self._drop(self._names.get(name))
+            self.keeper.forget(name)
 
     def recipe(self, name: str) -> Recipe:
-        """What is done in the synchronisation of a name; it has been used before."""
-        return self._names[name]
+        """What is done in the synchronisation of a named tensor; it has been used before."""
+        return self._recipes[self._names.get(name) or self._names[f"{name}[0]"]]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the memory of all jobs, the codecs' state apart."""
+        with self._lock:
+            jobs = [*self._jobs.values(), *(job for free in self._free.values() for job in free)]
+        return sum(job.num_bytes for job in jobs)
 
     def record(self) -> list[Event]:
         """Records tasks from now on; what has been recorded so far is in the list returned."""
         if self.executor.events is None:
             self.executor.events = []
         return self.executor.events
+
+    def stop_recording(self) -> None:
+        """Ends what `record` began."""
+        self.executor.events = None
+
+    def clock_offset(self) -> tuple[int, int]:
+        """This rank's clock against rank 0's in nanoseconds, and by how much that may be wrong."""
+        return self._council.clock_offset()
 
     def close(self) -> None:
         """Ends the engine; its jobs must be done."""
@@ -188,6 +246,8 @@ class Engine:
         values: Sequence[torch.Tensor],
         sequence: int,
         step: int,
+        lr_ratio: float | None,
+        weights: Sequence[torch.Tensor] | None,
     ) -> Handle:
         stream = self.executor.stream
         handle = Handle(values, stream, self._settler)
@@ -207,18 +267,16 @@ class Engine:
                 error = problem
             job.let_go()
             handle.end(error)
-            if error is None:
+            if error is None and job.recipe.names is None:
                 job.last_use = handle.event
                 with self._lock:
                     if key in self._free:
                         self._free[key].append(job)
-            if job.recipe.name is not None:
-                self._busy.pop(job.recipe.name, None)
 
-        job.begin(flats, sequence, step)
+        job.begin(flats, sequence, step, lr_ratio=lr_ratio, weights=weights)
         job.on_done = on_done
-        if job.recipe.name is not None:
-            self._busy[job.recipe.name] = handle
+        if job.recipe.names is not None:
+            self._last[key] = handle
         self._count(job)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -241,24 +299,42 @@ class Engine:
         stats.received_bytes += job.bound.received_bytes
         stats.num_messages += job.bound.num_messages
 
+    def _job(self, recipe: Recipe, key: tuple[Any, ...]) -> Job:
+        """A job that is free, with its buffers; made where there is none."""
+        if recipe.names is None:
+            with self._lock:
+                free = self._free.setdefault(key, [])
+                job = free.pop() if free else None
+        else:
+            job = self._jobs.get(key)
+            if job is not None and (before := self._last.get(key)) is not None:
+                job.last_use = before.event
+        if job is None:
+            on_host = not self.transport.on_device
+            job = Job(recipe, self.keeper, on_host=on_host, seed=self._seed)
+            if recipe.names is not None:
+                self._jobs[key] = job
+        return job
+
     def _recipe(
         self,
         values: Sequence[torch.Tensor],
         codec: str | Codec,
         strategy: str,
-        name: str | None,
+        names: tuple[str, ...] | None,
+        places: Sequence[tuple[Place, ...]] | None,
         total: bool,
     ) -> tuple[Recipe, tuple[Any, ...]]:
         if not values:
             raise UsageError("allreduce was given no tensor; give at least one.")
         numels = tuple(value.numel() for value in values)
         text = codec if isinstance(codec, str) else codec.name
-        key = (name, numels, values[0].dtype, values[0].device, text, strategy, total)
+        key = (names, numels, values[0].dtype, values[0].device, text, strategy, total)
         recipe = self._recipes.get(key)
         if recipe is None or any(
             v.dtype != recipe.dtype or v.device != recipe.device for v in values
         ):
-            recipe = self._new_recipe(key, values, codec, strategy, name, total)
+            recipe = self._new_recipe(key, values, codec, strategy, names, places, total)
         return recipe, key
 
     def _new_recipe(
@@ -267,12 +343,13 @@ class Engine:
         values: Sequence[torch.Tensor],
         codec: str | Codec,
         strategy: str,
-        name: str | None,
+        names: tuple[str, ...] | None,
+        places: Sequence[tuple[Place, ...]] | None,
         total: bool,
     ) -> Recipe:
         strategies.check(strategy)
         made = named_codec(codec) if isinstance(codec, str) else codec
-        if name is None:
+        if names is None:
             made = forgetful(made)
         first = values[0]
         for value in values:
@@ -282,7 +359,8 @@ class Engine:
                 f"the mean of {first.dtype} is no whole number; ask for op='sum', or convert."
             )
         recipe = Recipe(
-            name=name,
+            name=_title(names),
+            names=names,
             numels=tuple(value.numel() for value in values),
             dtype=first.dtype,
             device=first.device,
@@ -294,26 +372,55 @@ class Engine:
             ordered=self.transport.ordered,
             number=self._num_agreed + 1,
             options=self.options,
+            places=None if places is None else tuple(places),
         )
-        if name is not None and name in self._names:
-            old = self._names[name].facts()
-            changed = [k for k, v in recipe.facts().items() if v != old[k]]
-            raise UsageError(
-                f"name {name!r} was used before with another {' and '.join(changed)}; it keys the "
-                "codec's state: give another name, or the same tensors and codec."
-            )
-        self._council.agree(f"allreduce of {name!r}" if name else "an allreduce", recipe.facts())
+        replaced = self._replaced(recipe)
+        told = f"allreduce of {recipe.name!r}" if recipe.name else "an allreduce"
+        self._council.agree(told, recipe.facts())
         self._num_agreed += 1
+        for old in replaced:
+            self._drop(old)
         self._recipes[key] = recipe
-        if name is not None:
-            self._names[name] = recipe
+        if names is not None:
+            self._names.update(dict.fromkeys(names, key))
         else:
             self._forget_old()
         return recipe
 
+    def _replaced(self, recipe: Recipe) -> set[tuple[Any, ...]]:
+        """Keys of recipes whose tensors another puts together anew; refuses other tensors."""
+        names = recipe.names or ()
+        if len(set(names)) != len(names):
+            raise UsageError(f"two tensors of one call have a name in common: {sorted(names)}.")
+        found = set()
+        for place, name in enumerate(names):
+            if name not in self._names:
+                continue
+            old = self._recipes[self._names[name]]
+            changed = _changed(old, recipe, name, place)
+            if changed:
+                raise UsageError(
+                    f"name {name!r} was used before with another {' and '.join(changed)}; it keys "
+                    "the codec's state: give another name, or the same tensors and codec."
+                )
+            found.add(self._names[name])
+        return found
+
+    def _drop(self, key: tuple[Any, ...] | None) -> None:
+        """Forgets a named recipe and its buffers; what its codecs remember stays."""
+        if key is None:
+            return
+        if (last := self._last.pop(key, None)) is not None:
+            last.settle()
+        self._jobs.pop(key, None)
+        recipe = self._recipes.pop(key)
+        for name in recipe.names or ():
+            if self._names.get(name) == key:
+                del self._names[name]
+
     def _forget_old(self) -> None:
         """Drops what unnamed calls left, but for the latest: their sizes may never come again."""
-        unnamed = [key for key, recipe in self._recipes.items() if recipe.name is None]
+        unnamed = [key for key, recipe in self._recipes.items() if recipe.names is None]
         for key in unnamed[:-MAX_UNNAMED]:
             del self._recipes[key]
             with self._lock:
@@ -333,6 +440,33 @@ class Engine:
             "compression on the CPU": self.options.compress_on_cpu,
             "seed": self._seed,
         }
+
+
+def _title(names: Sequence[str] | None) -> str:
+    """What a recipe is called: the name that all its tensors share, or the first and how many."""
+    if not names:
+        return ""
+    if len(names) == 1:
+        return names[0]
+    shared = names[0].removesuffix("[0]")
+    if all(name == f"{shared}[{k}]" for k, name in enumerate(names)):
+        return shared
+    return f"{names[0]} and {len(names) - 1} more"
+
+
+def _changed(old: Recipe, new: Recipe, name: str, place: int) -> list[str]:
+    """What keeps a tensor from travelling in another recipe with the state it has."""
+    before, now = old.facts(), new.facts()
+    before_at = (old.names or ()).index(name)
+    if not (old.remembers and new.remembers):
+        return []
+    if old.places is None or new.places is None:
+        return [fact for fact, value in now.items() if value != before[fact]]
+    same = ("codec", "codec program", "strategy", "operation", "dtype")
+    changed = [fact for fact in same if before[fact] != now[fact]]
+    if old.places[before_at] != new.places[place]:
+        changed.append("number of elements or place")
+    return changed
 
 
 def _check(value: torch.Tensor, first: torch.Tensor, device: torch.device, plain: bool) -> None:

@@ -69,15 +69,33 @@ class Handle:
             assert self._stream is not None
             torch.cuda.current_stream(self._stream.device).wait_event(self.event)
 
-    def future(self, value: Any) -> torch.futures.Future[Any]:
-        """The same as torch's future, which gives `value`."""
+    def settle(self) -> None:
+        """As `wait`, but whoever started it hears of its errors, not who comes after."""
+        self._ended.wait()
+        if self.event is not None:
+            assert self._stream is not None
+            torch.cuda.current_stream(self._stream.device).wait_event(self.event)
+
+    def future(
+        self, value: Any, on_error: Callable[[BaseException], None] | None = None
+    ) -> torch.futures.Future[Any]:
+        """The same as torch's future, which gives `value`.
+
+        Args:
+            value: What it gives.
+            on_error: Told of an error, and then the future gives `value` all the same; without
+                it the future raises the error.
+        """
         stream = self._stream
         future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[stream.device] if stream is not None else None
         )
 
         def settle() -> None:
-            if self._error is not None:
+            if self._error is not None and on_error is not None:
+                on_error(self._error)
+                future.set_result(value)
+            elif self._error is not None:
                 future.set_exception(self._error)
             elif stream is None:
                 future.set_result(value)
@@ -100,6 +118,7 @@ class Handle:
             self._error = error
             if self._stream is not None and error is None:
                 self.event = self._stream.record_event()
+            self._tensors = []
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:

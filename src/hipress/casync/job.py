@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hipress.casync.graph import COMPUTING, Kind, Slot, Task, Verb
+from hipress.casync.keeper import Keeper, Key
 from hipress.casync.memory import Cell, Elements, Part, scratch
 from hipress.casync.recipe import RANDOM_KEYS, Recipe
 from hipress.casync.transport import Pending
@@ -59,18 +60,16 @@ class Job:
 
     Args:
         recipe: What to do.
-        states: The codecs' memory, which outlives the job where the recipe has a name.
+        keeper: Of the codecs' memory, which outlives the job where the recipe has names.
         on_host: Whether the transport takes host memory only.
         seed: Feeds the codecs' random numbers.
     """
 
-    def __init__(
-        self, recipe: Recipe, states: dict[Slot, State], *, on_host: bool, seed: int
-    ) -> None:
+    def __init__(self, recipe: Recipe, keeper: Keeper, *, on_host: bool, seed: int) -> None:
         self.recipe = recipe
-        self.states = states
+        self._keeper = keeper
         self._on_host = on_host
-        self._seed = (seed * 1_000_003 + zlib.crc32((recipe.name or "").encode())) & (2**62 - 1)
+        self._seed = seed
         self.device = torch.device("cpu") if recipe.options.compress_on_cpu else recipe.device
         self.parts = [
             Part(
@@ -86,7 +85,9 @@ class Job:
         self._received = {slot for task in recipe.graph.tasks if task.of for slot in task.writes}
         self._cells: dict[Slot, Cell] = {}
         self._bounds: dict[str, Bound] = {}
-        self._used: list[State] = []
+        self._states: dict[Slot, State] = {}
+        self._weights: list[tuple[torch.Tensor, int, int, int]] = []
+        """Where a codec wants to see the parameters: memory, tensor, first element, end."""
         self._alpha = float(len(recipe.hosts)) if recipe.total else 1.0
         self._pointers: list[int] = []
         # Set for each use.
@@ -100,8 +101,31 @@ class Job:
         """After which the GPU no longer reads what was received."""
         self.on_done: Callable[[BaseException | None], None] = lambda error: None
 
-    def begin(self, flats: Sequence[torch.Tensor], sequence: int, step: int) -> None:
-        """Takes the tensors of a step, flat and contiguous."""
+    @property
+    def num_bytes(self) -> int:
+        """Of buffers: frames, elements apart from the caller's, and pinned twins."""
+        return sum(cell.num_bytes for cell in (*self._cells.values(), *self._elements)) + sum(
+            part.num_bytes for part in self.parts
+        )
+
+    def begin(
+        self,
+        flats: Sequence[torch.Tensor],
+        sequence: int,
+        step: int,
+        *,
+        lr_ratio: float | None = None,
+        weights: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Takes the tensors of a step, flat and contiguous.
+
+        Args:
+            flats: Of the caller.
+            sequence: Of all jobs.
+            step: Of training: decides the phase of a codec, and its random numbers.
+            lr_ratio: The last step's learning rate over this one's, for codecs that want it.
+            weights: The parameters of the tensors, for codecs that want to see them.
+        """
         self.sequence = sequence
         if self.last_use is not None:
             self.last_use.synchronize()
@@ -114,14 +138,19 @@ class Job:
         if codec.name not in self._bounds:
             self._bounds[codec.name] = self._bind(codec)
         self.bound = self._bounds[codec.name]
-        for state in self._used:
-            if self.recipe.name is None:
+        for state in self._states.values():
+            if self.recipe.names is None:
                 for key, held in state.items():
                     if key not in RANDOM_KEYS:
                         held.zero_()
             if "step" in state:
                 # Set, not counted: ranks that must draw alike agree whatever job they took.
                 state["step"].fill_(step)
+            if lr_ratio is not None:
+                state["lr_ratio"] = torch.tensor(lr_ratio)
+        if weights is not None:
+            for memory, tensor, start, stop in self._weights:
+                memory.copy_(weights[tensor][start:stop])
         self.waiting = list(self.recipe.num_needs)
         self.left = len(self.waiting)
         self.sends = []
@@ -200,21 +229,39 @@ class Job:
             self._cells[slot] = Cell(largest, torch.uint8, self.device, self._on_host)
         return self._cells[slot].cut(part.wire_bytes(self._codec_of(slot, codec)))
 
-    def _state(self, slot: Slot, coder: Codec | Bulk, codec: Codec) -> State:
+    def _state(self, slot: Slot, coder: Codec | Bulk) -> State:
         """The state for making a frame; all phases share one."""
-        if slot not in self.states:
-            shape = torch.empty(self.parts[slot.piece].numel, device=self.device)
-            rank, num_ranks = self.recipe.rank, len(self.recipe.hosts)
-            stream = rank if slot.kind is Kind.FRAME else num_ranks + rank
-            if self.recipe.codec.shares_stream:
+        if slot not in self._states:
+            part, recipe = self.parts[slot.piece], self.recipe
+            shape = torch.empty(part.numel, device=self.device)
+            stream = recipe.rank if slot.kind is Kind.FRAME else len(recipe.hosts) + recipe.rank
+            if recipe.codec.shares_stream:
                 stream = 0
-            # A gradient draws with its own seed; those in bulk count on from their first.
-            seed = self._seed + self.recipe.layout.groups.index(slot.piece)
-            self.states[slot] = coder.init(shape, seed=seed, stream=stream)
-        state = self.states[slot]
-        if state and not any(state is known for known in self._used):
-            self._used.append(state)
-        return state
+            seeds = [self._seed_of(tensor, start) for tensor, start, _ in part.slices]
+            state = coder.init(shape, seed=seeds[0], stream=stream)
+            bulk = coder if isinstance(coder, Bulk) else None
+            if bulk is not None and "seed" in state:
+                state["seed"] = torch.tensor(seeds, dtype=torch.int64, device=self.device)
+            if recipe.names is not None:
+                keys = [
+                    Key(recipe.names[tensor], start, stop, slot.kind, slot.merged)
+                    for tensor, start, stop in part.slices
+                ]
+                self._keeper.adopt(keys, state, bulk)
+            if "weight" in state:
+                views = [state["weight"]] if bulk is None else bulk.views(state["weight"])
+                self._weights += [
+                    (view, *part) for view, part in zip(views, part.slices, strict=True)
+                ]
+            self._states[slot] = state
+        return self._states[slot]
+
+    def _seed_of(self, tensor: int, start: int) -> int:
+        """The same for a slice whatever travels with it."""
+        names = self.recipe.names
+        name = names[tensor] if names is not None else f"{tensor}"
+        own = zlib.crc32(f"{name}[{start}]".encode())
+        return (self._seed * 1_000_003 + own) & (2**62 - 1)
 
     def _read(self, slot: Slot, codec: Codec) -> Callable[[], torch.Tensor]:
         """What gives the elements or the frame of a slot."""
@@ -230,7 +277,7 @@ class Job:
         slot = task.writes[0]
         made_by = self._codec_of(slot, codec)
         coder = self.parts[slot.piece].coder(made_by)
-        state = self._state(slot, coder, made_by)
+        state = self._state(slot, coder)
         read, cell = self._read(task.reads[0], codec), self._cell(slot, codec)
         encode, out, publish = coder.encode, cell.device, cell.publish
         if not cell.staged:
@@ -273,7 +320,7 @@ class Job:
             return lambda: [add(mean) for add in adds]
         made_by = self._codec_of(target, codec)
         coder = part.coder(made_by)
-        state = self._state(target, coder, made_by)
+        state = self._state(target, coder)
         frames = all(slot.kind is Kind.FRAME for slot in task.reads)
         if self.device.type == "cuda" and frames and not part.is_bulk:
             # One kernel, where there is one.

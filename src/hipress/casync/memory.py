@@ -58,6 +58,11 @@ class Cell:
         """The bytes that the transport moves."""
         return self._wire.view(torch.uint8)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, a pinned twin among it."""
+        return self.device.nbytes * (2 if self.staged else 1)
+
     def publish(self) -> None:
         """Computing queue, after writing: starts the way to where the transport reads it."""
         if self.staged:
@@ -110,6 +115,10 @@ class Elements(Cell):
                 self._pinned = torch.empty(elements.numel(), dtype=elements.dtype, pin_memory=True)
             elements = self._pinned
         return elements.view(torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._pinned is None else self._pinned.nbytes
 
     def settle(self) -> None:
         elements = self._part.gather()
@@ -188,6 +197,11 @@ class Part:
         """Hands out what was written."""
         if self._staged:
             torch._foreach_copy_(self._originals, self._copies)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copy, if there is one."""
+        return self.elements.nbytes if self._staged else 0
 
     @property
     def is_bulk(self) -> bool:

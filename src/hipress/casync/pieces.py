@@ -27,8 +27,20 @@ FRAME_BYTES, GPU_FRAME_BYTES = 2**22, 2**24
 LEAST_NUMEL = 2**16
 """Slices that only serve to occupy all ranks are not smaller."""
 
+BULK_NUMEL = 2**17
+"""Slices up to this size share a frame on a CPU, where that costs a copy to and fro (0.1 ms for so
+many) and saves six messages among four ranks (0.1 ms each)."""
+
 GRAIN = 4096
 """Slices start on a multiple of this, so that no block of a codec is cut."""
+
+
+class Place(NamedTuple):
+    """Elements `start` to `stop` of a gradient, and the route they take in every step."""
+
+    start: int
+    stop: int
+    route: int
 
 
 class Slice(NamedTuple):
@@ -111,6 +123,76 @@ def cut(
                 sizes.append(part.numel)
             slices.append(part)
     return Layout(slices=tuple(slices), groups=tuple(groups), routes=_deal(sizes, num_routes))
+
+
+class Dealer:
+    """Cuts gradients and deals their slices out to routes, one gradient after the other.
+
+    What a gradient gets depends on those before it, never on the list it travels in later: its
+    state stays where it is when others travel with it.
+
+    Args:
+        num_routes: N.
+
+    Example:
+        >>> dealer = Dealer(2)
+        >>> [place.route for place in dealer.place(2**21, 2**20)], dealer.place(100, 2**20)
+        ([0, 1], (Place(start=0, stop=100, route=0),))
+    """
+
+    def __init__(self, num_routes: int) -> None:
+        self._loads = [0] * num_routes
+
+    def place(self, numel: int, piece_numel: int) -> tuple[Place, ...]:
+        """The slices of the next gradient, each on the route that carries least so far.
+
+        Args:
+            numel: Of the gradient.
+            piece_numel: Elements that a slice should have at most.
+        """
+        places = []
+        for part in _slices(0, numel, len(self._loads), max(piece_numel, LEAST_NUMEL)):
+            route = self._loads.index(min(self._loads))
+            self._loads[route] += part.numel
+            places.append(Place(part.start, part.stop, route))
+        return tuple(places)
+
+
+def arrange(
+    places: Sequence[Sequence[Place]], *, piece_numel: int, bulk_numel: int = BULK_NUMEL
+) -> Layout:
+    """The layout of gradients whose slices have their routes already.
+
+    Args:
+        places: For each gradient its slices; none where it is empty.
+        piece_numel: Elements that a group should have at most.
+        bulk_numel: Slices up to this size are put together with others of their route.
+
+    Example:
+        >>> dealer = Dealer(2)
+        >>> arrange([dealer.place(n, 2**20) for n in (9, 8, 7)], piece_numel=2**20).groups
+        (0, 1, 1)
+    """
+    slices: list[Slice] = []
+    groups: list[int] = []
+    routes: list[int] = []
+    sizes: list[int] = []
+    open_groups: dict[int, int] = {}
+    for tensor, parts in enumerate(places):
+        for start, stop, route in parts:
+            numel = stop - start
+            small = numel <= bulk_numel
+            group = open_groups.get(route, -1) if small else -1
+            if group < 0 or sizes[group] + numel > piece_numel:
+                group = len(sizes)
+                sizes.append(0)
+                routes.append(route)
+                if small:
+                    open_groups[route] = group
+            sizes[group] += numel
+            slices.append(Slice(tensor, start, stop))
+            groups.append(group)
+    return Layout(slices=tuple(slices), groups=tuple(groups), routes=tuple(routes))
 
 
 def _slices(tensor: int, numel: int, num_routes: int, target: int) -> list[Slice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -40,8 +41,10 @@ class Options:
 class Recipe:
     """One synchronisation, as all ranks must see it; the graph is that of this rank."""
 
-    name: str | None
-    """Keys the codec's state; None: there is none."""
+    name: str = ""
+    """For people."""
+    names: tuple[str, ...] | None
+    """Of the tensors: they key the codec's state; None: there is none."""
     numels: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -55,6 +58,28 @@ class Recipe:
     number: int = 0
     """In the order in which ranks agreed on recipes; part of the tags of messages."""
     options: Options = field(default_factory=Options)
+    places: tuple[tuple[pieces.Place, ...], ...] | None = None
+    """For each tensor its slices and their routes, where those must not depend on the others."""
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """For people: the gradients of each piece, and which part of them."""
+        return tuple(self._label(members) for members in self.layout.members)
+
+    def _label(self, members: Sequence[pieces.Slice]) -> str:
+        texts = []
+        for tensor, start, stop in members[:4]:
+            text = self.names[tensor] if self.names is not None else f"tensor {tensor}"
+            whole = stop - start == self.numels[tensor]
+            texts.append(text if whole else f"{text}[{start}:{stop}]")
+        more = f" and {len(members) - 4} more" if len(members) > 4 else ""
+        return ", ".join(texts) + more
+
+    @cached_property
+    def remembers(self) -> bool:
+        """Whether a rank keeps something from step to step."""
+        codecs = (self.codec, self.codec.aggregator(len(self.hosts)))
+        return any(set(codec.init(torch.zeros(1))) - RANDOM_KEYS for codec in codecs)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -66,12 +91,17 @@ class Recipe:
         """How the gradients are cut."""
         options = self.options
         numel = options.piece_numel or self._piece_numel()
+        bulk = options.bulk and (self.is_plain or isinstance(self.codec, ProgramCodec))
+        if self.places is not None and not self.is_plain:
+            # On a GPU copies cost nothing beside launches.
+            small = numel // 2 if self.device.type == "cuda" else pieces.BULK_NUMEL
+            return pieces.arrange(self.places, piece_numel=numel, bulk_numel=small if bulk else 0)
         while True:
             layout = pieces.cut(
                 self.numels,
                 len(self.hosts),
                 piece_numel=numel,
-                bulk=options.bulk and (self.is_plain or isinstance(self.codec, ProgramCodec)),
+                bulk=bulk,
                 pipelined=options.pipelined,
             )
             if len(layout.routes) <= MAX_PIECES:
@@ -87,12 +117,7 @@ class Recipe:
         """Elements of a piece: as many as encode well, fewer where that makes a long message."""
         if self.is_plain:
             return max(*self.numels, 1, 1)  # the transport cuts it itself
-        on_gpu = self.device.type == "cuda" and not self.options.compress_on_cpu
-        numel = pieces.GPU_PIECE_NUMEL if on_gpu else pieces.PIECE_NUMEL
-        longest = pieces.GPU_FRAME_BYTES if on_gpu else pieces.FRAME_BYTES
-        while self.codec.wire_bytes(numel) - 4096 > longest and numel > pieces.LEAST_NUMEL:
-            numel //= 2
-        return numel
+        return piece_numel(self.codec, self.device, self.options)
 
     @cached_property
     def graph(self) -> Graph:
@@ -127,7 +152,7 @@ class Recipe:
     def facts(self) -> dict[str, object]:
         """What ranks compare before they use it."""
         return {
-            "name": self.name,
+            "names of tensors": list(self.names) if self.names is not None else None,
             "codec": self.codec.name,
             "codec program": f"{self.codec.codec_hash:016x}",
             "strategy": self.strategy,
@@ -139,7 +164,20 @@ class Recipe:
             "bulk": self.options.bulk,
             "compression on the CPU": self.options.compress_on_cpu,
             "number of pieces": len(self.layout.routes),
+            "routes": list(self.layout.routes),
         }
+
+
+def piece_numel(codec: Codec, device: torch.device, options: Options) -> int:
+    """Elements of a piece: as many as encode well, fewer where that makes a long message."""
+    if options.piece_numel is not None:
+        return options.piece_numel
+    on_gpu = device.type == "cuda" and not options.compress_on_cpu
+    numel = pieces.GPU_PIECE_NUMEL if on_gpu else pieces.PIECE_NUMEL
+    longest = pieces.GPU_FRAME_BYTES if on_gpu else pieces.FRAME_BYTES
+    while codec.wire_bytes(numel) - 4096 > longest and numel > pieces.LEAST_NUMEL:
+        numel //= 2
+    return numel
 
 
 def codes_local(codec: Codec, num_ranks: int) -> bool:

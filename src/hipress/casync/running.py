@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch
 
-from hipress.casync.job import Job
+from hipress.casync.job import Job, Message
 from hipress.casync.memory import new_stream
 from hipress.casync.transport import Transport, raise_again
 from hipress.timeline import Event
@@ -39,6 +39,9 @@ class Running:
         """That compute."""
         self.events: list[Event] | None = None
         """Where tasks are recorded, if anywhere."""
+        self.verb_ns: dict[str, int] = {}
+        """Time spent in each verb so far; of a receive from its start to its end."""
+        self._counting = threading.Lock()
         self.failure: BaseException | None = None
         self.explain = explain
         self._under_way: set[Job] = set()
@@ -76,16 +79,30 @@ class Running:
             self.transport.abort()
 
     def record(self, job: Job, place: int, queue: str, start_ns: int) -> None:
-        """Notes that a task ends now, if anybody wants to know."""
-        if self.events is not None:
-            task = job.recipe.graph.tasks[place]
-            self.events.append(
+        """Notes that a task ends now."""
+        end_ns = time.perf_counter_ns()
+        task = job.recipe.graph.tasks[place]
+        verb = task.verb.value
+        with self._counting:
+            self.verb_ns[verb] = self.verb_ns.get(verb, 0) + end_ns - start_ns
+        # Once: recording may be stopped meanwhile.
+        if (events := self.events) is not None:
+            events.append(
                 Event(
-                    verb=task.verb.value,
-                    name=job.recipe.name or "",
+                    verb=verb,
+                    name=job.recipe.name,
+                    label=job.recipe.labels[task.piece],
                     piece=task.piece,
                     queue=queue,
+                    wire_bytes=_wire_bytes(job.bound.messages[place]),
                     start_ns=start_ns,
-                    end_ns=time.perf_counter_ns(),
+                    end_ns=end_ns,
                 )
             )
+
+
+def _wire_bytes(message: Message | None) -> int | None:
+    """What a task sends or receives."""
+    if message is None:
+        return None
+    return sum(cell.wire.nbytes for cell, *_ in (*message.sends, *message.recvs))

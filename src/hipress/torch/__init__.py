@@ -1,0 +1,243 @@
+"""The PyTorch door: `attach` for a DDP model, `comm_hook` for who registers hooks by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hipress.codecs.base import Codec
+from hipress.errors import UsageError
+from hipress.plan import Plan
+from hipress.torch import selection
+from hipress.torch.selection import MIN_SIZE
+from hipress.torch.stats import Stats
+from hipress.torch.sync import Settings, Sync
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Stats", "Sync", "attach", "comm_hook"]
+
+DEFAULT_CODEC = "onebit"
+
+
+def attach(
+    ddp_model: nn.Module,
+    codec: str | Codec | None = None,
+    strategy: str | None = None,
+    plan: str | Plan | None = None,
+    exclude: str | Iterable[str] = (),
+    include: str | Iterable[str] = (),
+    min_size: int = MIN_SIZE,
+    warmup_steps: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    enabled: bool = True,
+    *,
+    check_every: int = 0,
+    log_every: int = 0,
+    writer: Any = None,
+) -> Sync:
+    """Compresses the gradients that a DDP model exchanges, while backward goes on.
+
+    Call it once on all ranks, after the model is wrapped and before the first step.
+
+    Args:
+        ddp_model: A `DistributedDataParallel`, also one that torch.compile has wrapped.
+        codec: An expression such as `onebit` or `dgc(ratio=0.01)`, or a codec; `onebit` if None.
+        strategy: `ps`, `ring`, `hierarchical` or `allreduce`; `ps` if None.
+        plan: A plan or the path of one, which decides for each gradient instead.
+        exclude: Parameters or modules that are left alone, by name or pattern (`*.embed.*`).
+        include: Those that are compressed although they are small or have one dimension.
+        min_size: Gradients with fewer elements are left alone.
+        warmup_steps: Steps in which nothing is compressed.
+        optimizer: To be warned where it applies momentum or weight decay a second time, and for
+            codecs with momentum to follow its learning rate.
+        scaler: The GradScaler, if there is one: residuals follow its scale.
+        enabled: False leaves everything to DDP.
+        check_every: Compare the parameters of all ranks every so many steps; 0: never.
+        log_every: Log a line, and write scalars, every so many steps; 0: never.
+        writer: A TensorBoard `SummaryWriter`.
+
+    Returns:
+        The exchange: `stats`, `state_dict`, `timeline`, `detach`.
+
+    Raises:
+        UsageError: An argument is wrong.
+        AgreementError: Ranks were given different things.
+
+    Example:
+        >>> import torch, torch.distributed as dist, hipress
+        >>> from torch.nn.parallel import DistributedDataParallel as DDP
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DDP(torch.nn.Linear(128, 128))
+        >>> sync = hipress.attach(model, codec="onebit")
+        >>> model(torch.randn(4, 128)).sum().backward()
+        >>> sync.stats().skipped
+        {'bias': 'one dimension (norm or bias)'}
+        >>> dist.destroy_process_group()
+    """
+    ddp = _unwrapped(ddp_model)
+    asked = selection.rules(
+        codec=codec,
+        strategy=strategy,
+        plan=plan,
+        exclude=exclude,
+        include=include,
+        min_size=min_size,
+        default_codec=DEFAULT_CODEC,
+    )
+    named = [
+        (selection.clean(name), parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    ]
+    selection.check_names(asked, [name for name, _ in named])
+    settings = _settings(
+        warmup_steps=warmup_steps,
+        check_every=check_every,
+        log_every=log_every,
+        writer=writer,
+        optimizer=optimizer,
+        scaler=scaler,
+        finds_unused=ddp.find_unused_parameters and not ddp.static_graph,
+        bucket_numel=int(ddp.bucket_bytes_cap) // 4,
+    )
+    sync = Sync(asked, settings, ddp.process_group, enabled=enabled)
+    if not enabled:
+        return sync
+    if not named:
+        raise UsageError("the model has no parameter that is trained; there is nothing to attach.")
+    engine = sync.open(named[0][1].device)
+    # Backward makes the gradients of the last layers first.
+    sync.register(reversed(named), selection.sparse_names(ddp.module))
+    engine.agree("attach", _facts(sync, ddp))
+    _register(ddp, sync)
+    sync.watch(ddp)
+    sync.tell()
+    return sync
+
+
+def comm_hook(
+    codec: str | Codec | None = None,
+    strategy: str | None = None,
+    min_size: int = MIN_SIZE,
+    warmup_steps: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    *,
+    process_group: ProcessGroup | None = None,
+    check_every: int = 0,
+    log_every: int = 0,
+    writer: Any = None,
+) -> tuple[Sync, Any]:
+    """A (state, hook) pair for `register_comm_hook`, and for whoever wraps it.
+
+    The hook learns of the gradients from DDP's buckets in the first step, without their names:
+    it calls them `gradient0`, `gradient1`, ... in that order. Where you hold the DDP model, use
+    `attach`, which knows them by name.
+
+    Args:
+        codec: As for `attach`.
+        strategy: As for `attach`.
+        min_size: As for `attach`.
+        warmup_steps: As for `attach`.
+        optimizer: As for `attach`.
+        scaler: As for `attach`.
+        process_group: That of the DDP model; all ranks if None.
+        check_every: As for `attach`.
+        log_every: As for `attach`.
+        writer: As for `attach`.
+
+    Example:
+        >>> import hipress.torch
+        >>> state, hook = hipress.torch.comm_hook(codec="onebit")
+        >>> # ddp_model.register_comm_hook(state, hook)
+    """
+    asked = selection.rules(
+        codec=codec,
+        strategy=strategy,
+        plan=None,
+        exclude=(),
+        include=(),
+        min_size=min_size,
+        default_codec=DEFAULT_CODEC,
+    )
+    settings = _settings(
+        warmup_steps=warmup_steps,
+        check_every=check_every,
+        log_every=log_every,
+        writer=writer,
+        optimizer=optimizer,
+        scaler=scaler,
+    )
+    return Sync(asked, settings, process_group), hook
+
+
+def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
+    """What DDP calls for each bucket."""
+    return state.on_bucket(bucket)
+
+
+def _unwrapped(model: nn.Module) -> DistributedDataParallel:
+    inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    if not isinstance(inner, DistributedDataParallel):
+        kind = type(model).__name__
+        hint = (
+            "FSDP is not supported yet"
+            if "FSDP" in kind or "FullyShard" in kind
+            else "wrap it first: model = DistributedDataParallel(model)"
+        )
+        raise UsageError(f"attach was given a {kind}; it takes a DistributedDataParallel: {hint}.")
+    return inner
+
+
+def _settings(**given: Any) -> Settings:
+    for name in ("warmup_steps", "check_every", "log_every"):
+        value = given[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UsageError(f"{name} is {value!r}; give a number of steps, 0 for none.")
+    optimizer, scaler, writer = given["optimizer"], given["scaler"], given["writer"]
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise UsageError(f"optimizer is a {type(optimizer).__name__}; give a torch optimizer.")
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise UsageError(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler.")
+    if writer is not None and not hasattr(writer, "add_scalar"):
+        raise UsageError(f"writer is a {type(writer).__name__}; give a SummaryWriter.")
+    return Settings(**given)
+
+
+def _facts(sync: Sync, ddp: DistributedDataParallel) -> dict[str, Any]:
+    gradients = sync.gradients.values()
+    plan = sync.rules.plan
+    return {
+        "parameters": [g.name for g in gradients],
+        "elements of parameters": [g.parameter.numel() for g in gradients],
+        "dtypes of parameters": [str(g.parameter.dtype) for g in gradients],
+        "codecs": [g.choice.codec.name for g in gradients],
+        "strategies": [g.choice.strategy for g in gradients],
+        "epoch of the plan": None if plan is None else plan.epoch,
+        "warmup_steps": sync.settings.warmup_steps,
+        "check_every": sync.settings.check_every,
+        "whether there is a scaler": sync.settings.scaler is not None,
+        "whether there is an optimizer": sync.settings.optimizer is not None,
+        "bytes of a bucket": int(ddp.bucket_bytes_cap),
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+    }
+
+
+def _register(ddp: DistributedDataParallel, sync: Sync) -> None:
+    try:
+        ddp.register_comm_hook(sync, hook)
+    except RuntimeError as error:
+        if "only be called once" in str(error):
+            raise UsageError(
+                "the model has a communication hook already, and DDP takes one: attach before "
+                "others do, or wrap the module in a new DistributedDataParallel."
+            ) from error
+        raise

@@ -1,0 +1,241 @@
+"""What the codecs remember, as a checkpoint: all ranks' of it, by parameter name.
+
+    version, world_size, step, scale
+    gradients   name: number of elements, codec, strategy
+    ranks       rank, name: what that rank's worker remembers, one value for each element
+    shared      name, role: what is remembered of means (the way back, a ring's hops), of which
+                each element lies on one rank
+    mean        name: what all of it comes to, for a run with another number of ranks
+    owed        name: what every rank adds to its next gradient
+
+All is by element, nothing by piece or bucket: how gradients are cut may change between runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hipress.casync import strategies
+from hipress.casync.engine import Engine
+from hipress.casync.graph import Kind, Verb
+from hipress.casync.keeper import Key
+from hipress.casync.recipe import RANDOM_KEYS, codes_local
+from hipress.codecs.base import Codec
+from hipress.errors import UsageError
+
+if TYPE_CHECKING:
+    from hipress.torch.sync import Gradient, Sync
+
+VERSION = 1
+UNSENT = ("residual", "added_residual")
+"""What was not sent yet, and must be; the rest is an average of the past."""
+
+
+def unsent(engine: Engine, gradient: Gradient) -> Iterator[tuple[Key, torch.Tensor]]:
+    """What this rank must add to its gradient so that the mean over ranks has all of it."""
+    for key, state in engine.keeper.of(gradient.name).items():
+        for name in UNSENT:
+            if name in state:
+                yield key, state[name] * _factor(engine, gradient, key.kind, key.merged)
+
+
+def save(sync: Sync) -> dict[str, Any]:
+    """The checkpoint, the same on all ranks; collective."""
+    found: dict[str, Any] = {
+        "version": VERSION,
+        "world_size": 1,
+        "step": sync.step,
+        "scale": sync.scale,
+        "gradients": {},
+        "ranks": {},
+        "shared": {},
+        "mean": {},
+        "owed": {name: owed.cpu().clone() for name, owed in sync.owed.items()},
+    }
+    if sync._engine is None:
+        return found
+    engine = sync._engine
+    engine.settle()
+    engine.agree("state_dict", {"step": sync.step, "gradients": list(sync.gradients)})
+    num_ranks = found["world_size"] = engine.transport.num_ranks
+    found["ranks"] = {str(rank): {} for rank in range(num_ranks)}
+    for name, gradient in sync.gradients.items():
+        if not gradient.is_compressed:
+            continue
+        choice = gradient.choice
+        found["gradients"][name] = {
+            "numel": gradient.parameter.numel(),
+            "codec": choice.codec.name,
+            "strategy": choice.strategy,
+        }
+        workers, shared, mean = _gathered(sync, engine, gradient)
+        for rank, state in enumerate(workers):
+            found["ranks"][str(rank)][name] = state
+        found["shared"][name] = shared
+        found["mean"][name] = mean
+    return found
+
+
+def load(sync: Sync, state: dict[str, Any]) -> None:
+    """Takes a checkpoint over."""
+    _check(state)
+    if not sync.enabled:
+        return
+    if sync._engine is not None:
+        sync._engine.settle()
+        sync._engine.agree(
+            "load_state_dict", {"step": state["step"], "world_size": state["world_size"]}
+        )
+    if sync.gradients:
+        unknown = [name for name in state["gradients"] if name not in sync.gradients]
+        if unknown:
+            raise UsageError(
+                f"the checkpoint holds what was not sent of {unknown[0]!r}, which this model does "
+                "not have; load the checkpoint of this model."
+            )
+    sync.step, sync.scale = int(state["step"]), state["scale"]
+    sync.owed = {name: owed.clone() for name, owed in state["owed"].items()}
+    sync.loaded = state
+    if sync._engine is not None:
+        sync._engine.keeper.clear()
+    for gradient in sync.gradients.values():
+        restore(sync, gradient)
+
+
+def restore(sync: Sync, gradient: Gradient) -> None:
+    """Hands what was loaded to a gradient, once that is known."""
+    state, engine, name = sync.loaded, sync.engine, gradient.name
+    if state is None or name not in state["gradients"]:
+        return
+    facts = state["gradients"][name]
+    numel = gradient.parameter.numel()
+    if numel != facts["numel"]:
+        raise UsageError(
+            f"the checkpoint's {name!r} has {facts['numel']} elements and this model's has "
+            f"{numel}; load the checkpoint of this model."
+        )
+    choice = gradient.choice
+    same = (choice.codec.name, choice.strategy) == (facts["codec"], facts["strategy"])
+    if same and state["world_size"] == engine.transport.num_ranks:
+        _restore_exactly(engine, gradient, state)
+    else:
+        _share_out(sync, engine, gradient, state["mean"][name])
+
+
+def _restore_exactly(engine: Engine, gradient: Gradient, state: dict[str, Any]) -> None:
+    """Every rank gets its own back."""
+    name = gradient.name
+    own = state["ranks"][str(engine.transport.rank)][name]
+    for key, held in own.items():
+        engine.keeper.offer(name, Kind.FRAME, 1, key, held)
+    for role, held_by_key in state["shared"][name].items():
+        kind, merged = role.split("-")
+        for key, held in held_by_key.items():
+            engine.keeper.offer(name, Kind(kind), int(merged), key, held)
+
+
+def _share_out(
+    sync: Sync, engine: Engine, gradient: Gradient, mean: dict[str, torch.Tensor]
+) -> None:
+    """Every rank gets the mean of all, so that the mean over ranks is what it was."""
+    name = gradient.name
+    device = gradient.parameter.device
+    owed = sum(mean[key].to(device) for key in UNSENT if key in mean)
+    if isinstance(owed, torch.Tensor):
+        before = sync.owed.get(name)
+        sync.owed[name] = owed if before is None else owed + before.to(device)
+    for key, held in mean.items():
+        if key not in UNSENT:
+            engine.keeper.offer(name, Kind.FRAME, 1, key, held)
+
+
+def _check(state: dict[str, Any]) -> None:
+    if not isinstance(state, dict) or "version" not in state or "gradients" not in state:
+        raise UsageError(
+            "load_state_dict was given something else than what sync.state_dict() returned; load "
+            "the entry of your checkpoint that holds it."
+        )
+    if state["version"] > VERSION:
+        raise UsageError(
+            f"the checkpoint has version {state['version']} and this hipress reads up to "
+            f"{VERSION}; update hipress."
+        )
+
+
+def _gathered(
+    sync: Sync, engine: Engine, gradient: Gradient
+) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any], dict[str, torch.Tensor]]:
+    """What all ranks remember of a gradient: by worker, shared, and what it comes to."""
+    numel, num_ranks = gradient.parameter.numel(), engine.transport.num_ranks
+    codec, device = gradient.choice.codec, gradient.parameter.device
+    held = engine.keeper.whole(gradient.name, numel, device)
+    blank = torch.zeros(numel, device=device)
+    workers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_ranks)]
+    shared: dict[str, dict[str, torch.Tensor]] = {}
+    mean: dict[str, torch.Tensor] = {}
+    for key in _memory(codec):
+        own = held.get((Kind.FRAME, 1, key), blank)
+        for rank, one in enumerate(_all_gather(sync, own)):
+            workers[rank][key] = one
+        share = _factor(engine, gradient, Kind.FRAME, 1) / num_ranks
+        _add(mean, key, own * share)
+    for kind, merged in _roles(engine, gradient):
+        for key in _memory(codec.aggregator(merged)):
+            one = held.get((kind, merged, key), blank)
+            shared.setdefault(f"{kind.value}-{merged}", {})[key] = _all_sum(sync, one, exact=True)
+            if key in UNSENT:
+                _add(mean, key, one * (_factor(engine, gradient, kind, merged) / num_ranks))
+    return workers, shared, {key: _all_sum(sync, value) for key, value in mean.items()}
+
+
+def _add(mean: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> None:
+    key = UNSENT[0] if key in UNSENT else key
+    mean[key] = mean[key] + value if key in mean else value
+
+
+def _memory(codec: Codec) -> list[str]:
+    """What a codec remembers of each element; parameters that it only looks at are not saved."""
+    return [key for key in codec.init(torch.zeros(1)) if key not in (*RANDOM_KEYS, "weight")]
+
+
+def _roles(engine: Engine, gradient: Gradient) -> list[tuple[Kind, int]]:
+    """What is encoded besides a worker's own gradient, on any rank."""
+    hosts = engine.hosts
+    cluster = strategies.Cluster(
+        hosts=hosts, codes_local=codes_local(gradient.choice.codec, len(hosts))
+    )
+    found = set()
+    for rank in range(len(hosts)):
+        graph = strategies.build(gradient.choice.strategy, cluster, rank, range(len(hosts)))
+        for task in graph.tasks:
+            if task.verb is Verb.ENCODE and task.writes[0].kind is not Kind.FRAME:
+                found.add((task.writes[0].kind, task.writes[0].merged))
+    return sorted(found)
+
+
+def _factor(engine: Engine, gradient: Gradient, kind: Kind, merged: int) -> int:
+    """How many ranks' gradients are in what is encoded."""
+    if kind is Kind.BACK:
+        return len(engine.hosts)
+    if kind is Kind.PARTIAL:
+        return merged
+    if gradient.choice.strategy == "hierarchical":
+        return engine.hosts.count(engine.hosts[engine.transport.rank])
+    return 1
+
+
+def _all_gather(sync: Sync, own: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(own) for _ in range(sync.engine.transport.num_ranks)]
+    dist.all_gather(found, own, group=sync.process_group)
+    return [one.cpu() for one in found]
+
+
+def _all_sum(sync: Sync, own: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
+    """The sum over ranks; exact: of values of which one rank holds each, to the last bit."""
+    total = own.clone()
+    dist.all_reduce(total.view(torch.int32) if exact else total, group=sync.process_group)
+    return total.cpu()

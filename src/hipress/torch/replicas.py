@@ -1,0 +1,42 @@
+"""Whether all ranks still hold the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+COLUMNS = 4096
+"""Words of a row: sums over rows and over columns tell where a word stands."""
+
+
+def digest(value: torch.Tensor) -> int:
+    """A number that differs, in all likelihood, where tensors differ in a bit or in order.
+
+    Example:
+        >>> a = torch.arange(10.0)
+        >>> digest(a) == digest(a.clone()), digest(a) == digest(a.flip(0))
+        (True, False)
+    """
+    flat = value.detach().contiguous().view(-1)
+    whole = flat.view(torch.uint8)
+    words = whole[: whole.numel() // 4 * 4].view(torch.int32)
+    rest = whole[words.numel() * 4 :]
+    square = words[: words.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
+    # int64 wraps around, which is what a hash may do.
+    total = _weighted(square.sum(1, dtype=torch.int64)) * 31 + _weighted(
+        square.sum(0, dtype=torch.int64)
+    )
+    total = total * 31 + _weighted(words[square.numel() :].to(torch.int64))
+    return int(total * 31 + _weighted(rest.to(torch.int64)))
+
+
+def digests(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """One for each parameter, as text."""
+    return {name: f"{digest(value) & (2**64 - 1):016x}" for name, value in named}
+
+
+def _weighted(values: torch.Tensor) -> torch.Tensor:
+    """A sum in which every place counts differently."""
+    places = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
+    return (values * (places * 2_654_435_761 + 1)).sum()

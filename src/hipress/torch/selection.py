@@ -1,0 +1,173 @@
+"""Which gradients are compressed, with what, and why the others are left alone."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from hipress.casync import strategies
+from hipress.codecs.base import Codec
+from hipress.codecs.table import codec as named_codec
+from hipress.errors import UsageError
+from hipress.plan import Plan
+
+MIN_SIZE = 4096
+"""Elements; smaller gradients save little, and one dimension (norm, bias) costs most accuracy."""
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What codecs take."""
+
+NONE = named_codec("none")
+
+SPARSE = "its gradient is sparse, which is left to torch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What happens to one gradient."""
+
+    codec: Codec
+    """`none`: it is sent as it is."""
+    strategy: str
+    partitions: int | None = None
+    reason: str = ""
+    """Why it is left alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the user asked for."""
+
+    codec: Codec
+    strategy: str
+    plan: Plan | None = None
+    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    min_size: int = MIN_SIZE
+
+    def choice(self, name: str, parameter: torch.Tensor, sparse: frozenset[str]) -> Choice:
+        """What happens to a parameter's gradient."""
+        reason = self._reason(name, parameter, sparse)
+        if self.plan is not None and not reason:
+            made = self.plan.decision(name)
+            return Choice(
+                codec=named_codec(made.codec),
+                strategy=made.strategy,
+                partitions=made.partitions,
+                reason=(made.reason or "the plan says so") if made.codec == "none" else "",
+            )
+        if reason:
+            return Choice(codec=NONE, strategy="ps", reason=reason)
+        return Choice(codec=self.codec, strategy=self.strategy)
+
+    def _reason(self, name: str, parameter: torch.Tensor, sparse: frozenset[str]) -> str:
+        """Why a gradient is left alone; empty if it is not."""
+        if name in sparse:
+            return SPARSE
+        if parameter.dtype not in DTYPES:
+            return f"codecs do not take {str(parameter.dtype).removeprefix('torch.')}"
+        if (pattern := _first(self.exclude, name)) is not None:
+            return f"excluded by {pattern!r}"
+        if self.plan is not None or _first(self.include, name) is not None:
+            return ""
+        if parameter.dim() < 2:
+            return "one dimension (norm or bias)"
+        if parameter.numel() < self.min_size:
+            return f"{parameter.numel()} elements, fewer than min_size={self.min_size}"
+        return ""
+
+
+def rules(
+    *,
+    codec: str | Codec | None,
+    strategy: str | None,
+    plan: str | Plan | None,
+    exclude: str | Iterable[str],
+    include: str | Iterable[str],
+    min_size: int,
+    default_codec: str,
+) -> Rules:
+    """What the user asked for, checked."""
+    if plan is not None and (codec is not None or strategy is not None):
+        given = "codec" if codec is not None else "strategy"
+        raise UsageError(f"attach was given a plan and a {given}; the plan decides both: give one.")
+    if codec is not None and not isinstance(codec, str | Codec):
+        raise UsageError(f"codec is {codec!r}; give an expression such as 'onebit', or a codec.")
+    if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 0:
+        raise UsageError(f"min_size is {min_size!r}; give a number of elements, 0 for all.")
+    strategies.check(strategy or "ps")
+    loaded = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
+    for decision in loaded.gradients.values() if loaded is not None else ():
+        strategies.check(decision.strategy)
+        named_codec(decision.codec)
+    asked = default_codec if codec is None else codec
+    return Rules(
+        codec=named_codec(asked) if isinstance(asked, str) else asked,
+        strategy=strategy or "ps",
+        plan=loaded,
+        exclude=_patterns(exclude, "exclude"),
+        include=_patterns(include, "include"),
+        min_size=min_size,
+    )
+
+
+def check_names(asked: Rules, names: Sequence[str]) -> None:
+    """Refuses patterns and plans that speak of gradients which are not there."""
+    for option in ("exclude", "include"):
+        for pattern in getattr(asked, option):
+            if not any(_matches(pattern, name) for name in names):
+                near = difflib.get_close_matches(pattern, names, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise UsageError(
+                    f"{option} pattern {pattern!r} matches no parameter{hint}; the first are: "
+                    f"{', '.join(names[:5])}."
+                )
+    unknown = [n for n in (asked.plan.gradients if asked.plan else ()) if n not in set(names)]
+    if unknown:
+        raise UsageError(
+            f"the plan speaks of {unknown[0]!r}, which this model does not have; make a plan for "
+            f"this model (its first parameters are: {', '.join(names[:5])})."
+        )
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def sparse_names(model: nn.Module) -> frozenset[str]:
+    """Parameters whose gradients are sparse."""
+    found = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            found.add(clean(f"{prefix}.weight" if prefix else "weight"))
+    return frozenset(found)
+
+
+def skipped(choices: Mapping[str, Choice]) -> dict[str, str]:
+    """Gradients that are sent as they are, and why."""
+    return {name: choice.reason for name, choice in choices.items() if choice.codec.name == "none"}
+
+
+def _patterns(given: str | Iterable[str], option: str) -> tuple[str, ...]:
+    found = (given,) if isinstance(given, str) else tuple(given)
+    for pattern in found:
+        if not isinstance(pattern, str) or not pattern:
+            raise UsageError(
+                f"{option} holds {pattern!r}; give names of parameters or modules, or patterns "
+                "such as '*.embed.*'."
+            )
+    return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
+def _first(patterns: Sequence[str], name: str) -> str | None:
+    return next((pattern for pattern in patterns if _matches(pattern, name)), None)

@@ -1,0 +1,495 @@
+"""The exchange of one model's gradients: what DDP calls for every bucket of every step.
+
+    first bucket    a step begins: the loss scale, the learning rate, the replica check
+    every bucket    its gradients go to the engine, grouped by what is decided for them
+    last bucket     DDP waits for all and hands the means out; then the step ends
+
+DDP takes one hook, once. So all that changes during a run (warm-up, `detach`) changes in here.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hipress.casync.engine import Engine, Options
+from hipress.casync.pieces import Dealer, Place
+from hipress.casync.recipe import piece_numel
+from hipress.casync.world import engine_of
+from hipress.codecs.base import Codec
+from hipress.errors import UsageError
+from hipress.torch import advice, checkpoint, replicas, selection
+from hipress.torch.selection import NONE, Choice, Rules
+from hipress.torch.stats import Stats, log_line, write_scalars
+from hipress.torch.trace import Tracer, check_path
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket, ProcessGroup
+
+_log = logging.getLogger("hipress")
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """One parameter's gradient and what was decided for it."""
+
+    name: str
+    parameter: torch.Tensor
+    choice: Choice
+    places: tuple[Place, ...]
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether a codec works on it."""
+        return self.choice.codec.name != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Gradients of a bucket that travel together."""
+
+    codec: Codec
+    strategy: str
+    gradients: tuple[Gradient, ...]
+    places: tuple[tuple[Place, ...], ...] | None
+    spans: tuple[tuple[int, int], ...]
+    """Of each in the bucket's buffer."""
+    wants_rate: bool
+    wants_weights: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the gradients."""
+        return tuple(gradient.name for gradient in self.gradients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user asked for besides codecs."""
+
+    warmup_steps: int = 0
+    check_every: int = 0
+    log_every: int = 0
+    writer: Any = None
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: Any = None
+    finds_unused: bool = False
+    """Whether some parameters may take no part in a step."""
+    bucket_numel: int = 25 * 2**18
+    """Elements of a DDP bucket, as far as it is known."""
+
+
+class Sync:
+    """Exchanges the gradients of one model; made by `hipress.attach` or `comm_hook`.
+
+    Also a `Stateful` of torch.distributed.checkpoint.
+    """
+
+    def __init__(
+        self, rules: Rules, settings: Settings, group: ProcessGroup | None, *, enabled: bool = True
+    ) -> None:
+        self.enabled = enabled
+        """Off: the gradients are left to DDP."""
+        self.step = 0
+        """Steps done."""
+        self.rules = rules
+        self.settings = settings
+        self.process_group = group
+        self.gradients: dict[str, Gradient] = {}
+        """By name, those that a codec works on and those that are left alone."""
+        self.owed: dict[str, torch.Tensor] = {}
+        """What each rank must add to its next gradient, the same on all."""
+        self.scale: float | None = None
+        """The loss scale that the codecs' memory is in."""
+        self.loaded: dict[str, Any] | None = None
+        """A checkpoint, until the step after it is done."""
+        self._by_parameter: dict[int, Gradient] = {}
+        self._dealer: Dealer | None = None
+        self._engine: Engine | None = None
+        self._tracer: Tracer | None = None
+        self._module: weakref.ref[nn.Module] | None = None
+        self._buckets: dict[int, tuple[tuple[int, ...], list[Group]]] = {}
+        self._rates: dict[int, float] = {}
+        self._lr_ratios: dict[int, float] = {}
+        self._plain_bytes = 0
+        self._flushes = False
+        self._detached = False
+        self._failure: BaseException | None = None
+        self._under_way: list[tuple[list[Group], torch.Tensor]] = []
+        """The buckets of this step."""
+
+    # --- the public face --------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """What has been sent so far, how long it took, and what was left alone."""
+        return Stats.of(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All ranks' memory, complete on every rank; collective. Loads with weights_only=True."""
+        return checkpoint.save(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where another run stopped, with any number of ranks; collective."""
+        checkpoint.load(self, state_dict)
+
+    def detach(self) -> None:
+        """Sends what the residuals hold with the next gradients, then leaves plain all-reduce.
+
+        Collective. Between two steps; the model's hook stays, and does what DDP does.
+        """
+        if not self.enabled or self._detached or self._flushes:
+            return
+        if self._engine is not None:
+            self._engine.agree("detach", {"step": self.step})
+        self._flushes = True
+
+    def timeline(self, path: str, steps: int = 10) -> None:
+        """Records the next steps on all ranks; rank 0 writes them for Perfetto. Collective.
+
+        Args:
+            path: Of the JSON file; open it at https://ui.perfetto.dev.
+            steps: How many.
+        """
+        engine = self.engine
+        module = None if self._module is None else self._module()
+        if module is None:
+            raise UsageError(
+                "timeline needs the model; use hipress.attach, or comm_hook(model=...)."
+            )
+        problem = None
+        try:
+            if engine.transport.rank == 0:
+                check_path(path)
+        except UsageError as error:
+            problem = str(error)
+        problem = engine.agree("timeline", {"steps": steps}, told=problem)[0]
+        if problem is not None:
+            raise UsageError(problem)
+        if self._tracer is None:
+            self._tracer = Tracer(module, engine, engine.gather, engine.clock_offset)
+        self._tracer.begin(path, steps)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Gradients that are sent as they are, and why."""
+        return selection.skipped({name: g.choice for name, g in self.gradients.items()})
+
+    @property
+    def engine(self) -> Engine:
+        """What carries the gradients; there is none before the first step of a bare hook."""
+        if self._engine is None:
+            raise UsageError(
+                "this exchange has not begun: with comm_hook, run one step first; with "
+                "enabled=False there is none."
+            )
+        return self._engine
+
+    # --- setting up -------------------------------------------------------------------------------
+
+    def open(self, device: torch.device) -> Engine:
+        """Makes the engine, on all ranks."""
+        self._engine = engine_of(self.process_group, device, Options())
+        self._dealer = Dealer(self._engine.transport.num_ranks)
+        return self._engine
+
+    def watch(self, module: nn.Module) -> None:
+        """Ends the engine with the model, and lets `timeline` see its forward."""
+        self._module = weakref.ref(module)
+        if self._engine is not None:
+            weakref.finalize(module, self._engine.close)
+
+    def register(
+        self, named: Iterable[tuple[str, torch.Tensor]], sparse: frozenset[str] = frozenset()
+    ) -> None:
+        """Decides for gradients, in the order in which backward makes them."""
+        assert self._dealer is not None and self._engine is not None
+        num_ranks = self._engine.transport.num_ranks
+        for name, parameter in named:
+            choice = self.rules.choice(name, parameter, sparse)
+            places: tuple[Place, ...] = ()
+            if choice.codec.name != "none":
+                numel = parameter.numel()
+                # Every rank should find work in every bucket.
+                most = min(
+                    piece_numel(choice.codec, parameter.device, self._engine.options),
+                    max(self.settings.bucket_numel // num_ranks, 1),
+                )
+                if choice.partitions is not None:
+                    most = -(-numel // choice.partitions)
+                places = self._dealer.place(numel, most)
+            gradient = Gradient(name=name, parameter=parameter, choice=choice, places=places)
+            self.gradients[name] = gradient
+            self._by_parameter[id(parameter)] = gradient
+            checkpoint.restore(self, gradient)
+
+    def tell(self) -> None:
+        """Says on rank 0 what is compressed and what is not, and warns of the optimizer."""
+        compressed = [g for g in self.gradients.values() if g.is_compressed]
+        assert self._engine is not None
+        if self._engine.transport.rank != 0:
+            return
+        total = sum(g.parameter.numel() for g in self.gradients.values())
+        inside = sum(g.parameter.numel() for g in compressed)
+        codecs = ", ".join(sorted({g.choice.codec.name for g in compressed})) or "none"
+        _log.info(
+            "%d of %d gradients (%.1f %% of the elements) are compressed with %s.",
+            len(compressed), len(self.gradients), 100 * inside / max(total, 1), codecs,
+        )  # fmt: skip
+        if not compressed:
+            _log.warning(
+                "no gradient is compressed: all are exempt (see sync.skipped); lower min_size, or "
+                "give include=."
+            )
+        if self.settings.optimizer is not None:
+            pairs = [(g.parameter, g.choice.codec) for g in compressed]
+            for sentence in advice.warnings(self.settings.optimizer, pairs):
+                _log.warning(sentence)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def on_bucket(self, bucket: GradBucket) -> Future:
+        """What DDP calls when a bucket's gradients are ready."""
+        buffer = bucket.buffer()
+        if not self.enabled or self._detached:
+            return self._leave_to_torch(buffer)
+        if self._engine is None:
+            self.open(buffer.device)
+        index, is_last = bucket.index(), bucket.is_last()
+        groups = self._groups(bucket, buffer)
+        if index == 0:
+            self._begin_step()
+        if self._tracer is not None:
+            names = [name for group in groups for name in group.names]
+            self._tracer.on_bucket(index, names, is_last)
+        future = self._exchange(groups, buffer)
+        if is_last:
+            self._end_step()
+        return future
+
+    def _exchange(self, groups: list[Group], buffer: torch.Tensor) -> Future:
+        if not groups:  # nothing that codecs take
+            return self._leave_to_torch(buffer)
+        if self._flushes:
+            self.pay(groups, buffer, flush=True)
+            return self._leave_to_torch(buffer)
+        self.pay(groups, buffer)
+        self._under_way.append((groups, buffer))
+        assert self._engine is not None
+        futures = []
+        warm = self.step >= self.settings.warmup_steps
+        for group in groups:
+            first = group.gradients[0].parameter
+            handle = self._engine.allreduce(
+                [buffer[start:stop] for start, stop in group.spans],
+                codec=group.codec if warm else NONE,
+                strategy=group.strategy if warm else "ps",
+                names=group.names,
+                places=group.places if warm else None,
+                step=self.step,
+                lr_ratio=self._lr_ratios.get(id(first)) if group.wants_rate else None,
+                weights=[_flat(g.parameter) for g in group.gradients]
+                if group.wants_weights
+                else None,
+            )
+            futures.append(handle.future(buffer, partial(self._note_failure, buffer)))
+        return futures[0] if len(futures) == 1 else _joined(futures, buffer)
+
+    def pay(self, groups: Sequence[Group], buffer: torch.Tensor, *, flush: bool = False) -> None:
+        """Adds what is owed to gradients; with `flush` also what their codecs remember."""
+        if not self.owed and not flush:
+            return
+        engine = self.engine
+        for group in groups:
+            for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
+                values = buffer[start:stop]
+                if (owed := self.owed.pop(gradient.name, None)) is not None:
+                    values.add_(owed.to(values.device))
+                if flush:
+                    engine.settle()
+                    for key, part in checkpoint.unsent(engine, gradient):
+                        values[key.start : key.stop].add_(part)
+            if flush:
+                engine.forget(group.names)
+
+    def _leave_to_torch(self, buffer: torch.Tensor) -> Future:
+        """What DDP does without a hook."""
+        import torch.distributed as dist
+
+        group: Any = self.process_group or dist.group.WORLD
+        num_ranks = group.size()
+        self._plain_bytes += 2 * (num_ranks - 1) * buffer.nbytes // num_ranks
+        buffer.div_(num_ranks)
+        work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+        future: Future = work.get_future().then(lambda done: done.value()[0])
+        return future
+
+    def _begin_step(self) -> None:
+        every = self.settings.check_every
+        if every and self.step % every == 0:
+            self.check_replicas()
+        self._follow_scale()
+        self._follow_rate()
+
+    def _end_step(self) -> None:
+        self.step += 1
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        # DDP's own callback, which hands the means out, is queued after this hook returns; one
+        # that is queued from within ours comes behind it.
+        queue(lambda: queue(self._after_step))
+
+    def _note_failure(self, buffer: torch.Tensor, error: BaseException) -> None:
+        # The mean never came: nobody may take what is in its place for it.
+        buffer.fill_(torch.nan)
+        self._failure = error
+
+    def _after_step(self) -> None:
+        if self._failure is not None:
+            # Here and not in the future, where torch would keep the text and lose the error.
+            raise self._failure
+        if self._flushes:
+            self._flushes, self._detached = False, True
+            self.owed.clear()
+            if self._tracer is not None:
+                self._tracer.finish()
+            _log.info("detached after step %d: plain all-reduce from here on.", self.step)
+        else:
+            self._keep_unused()
+        if self.loaded is not None:
+            self.loaded = None
+            self.engine.keeper.forget_offers()
+        if self._tracer is not None:
+            self._tracer.on_step_end()
+        every = self.settings.log_every
+        if every and self.step % every == 0 and self.engine.transport.rank == 0:
+            stats = self.stats()
+            _log.info(log_line(self.step, stats))
+            if self.settings.writer is not None:
+                write_scalars(self.settings.writer, self.step, stats)
+
+    def _keep_unused(self) -> None:
+        """DDP throws away what was sent of a parameter that no rank used: it is still owed."""
+        for groups, buffer in self._under_way:
+            for group in groups:
+                for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
+                    sent = buffer[start:stop]
+                    if gradient.is_compressed and self._was_left_out(gradient, sent):
+                        self.owed[gradient.name] = sent.to(torch.float32, copy=True)
+        self._under_way.clear()
+
+    def _was_left_out(self, gradient: Gradient, sent: torch.Tensor) -> bool:
+        """Whether DDP kept what was sent to itself."""
+        given = gradient.parameter.grad
+        if given is None or not self.settings.finds_unused:
+            return given is None
+        if given.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr():
+            return False
+        return not torch.equal(_flat(given).view(torch.uint8), sent.view(torch.uint8))
+
+    def check_replicas(self) -> None:
+        """Compares the parameters of all ranks; collective.
+
+        Raises:
+            AgreementError: They differ; it names the first parameter that does.
+        """
+        module = None if self._module is None else self._module()
+        named = [(name, g.parameter) for name, g in self.gradients.items()]
+        if module is not None:  # with those that DDP knows nothing of
+            named = [(selection.clean(name), p) for name, p in module.named_parameters()]
+        self.engine.agree(f"the replica check of step {self.step}", replicas.digests(named))
+
+    def _follow_scale(self) -> None:
+        """Brings the codecs' memory to the loss scale of this step."""
+        if self.settings.scaler is None:
+            return
+        scale = float(self.settings.scaler.get_scale())
+        if self.scale is not None and scale != self.scale:
+            ratio = scale / self.scale
+            self.engine.settle()
+            for _, state in self.engine.keeper:
+                for name, held in state.items():
+                    if name != "weight":
+                        held.mul_(ratio)
+            for owed in self.owed.values():
+                owed.mul_(ratio)
+        self.scale = scale
+
+    def _follow_rate(self) -> None:
+        """Notes by how much the learning rate of each parameter has changed."""
+        if self.settings.optimizer is None:
+            return
+        for group in self.settings.optimizer.param_groups:
+            for parameter in group["params"]:
+                before = self._rates.get(id(parameter))
+                now = float(group["lr"])
+                self._rates[id(parameter)] = now
+                ratio = 1.0 if before is None or now == 0.0 else before / now
+                self._lr_ratios[id(parameter)] = ratio
+
+    # --- buckets ----------------------------------------------------------------------------------
+
+    def _groups(self, bucket: GradBucket, buffer: torch.Tensor) -> list[Group]:
+        """The gradients of a bucket, by what is decided for them."""
+        if buffer.layout is not torch.strided or buffer.dtype not in selection.DTYPES:
+            return []
+        parameters = bucket.parameters()
+        known = tuple(map(id, parameters))
+        found = self._buckets.get(bucket.index())
+        if found is not None and found[0] == known:
+            return found[1]
+        missing = [p for p in parameters if id(p) not in self._by_parameter]
+        if missing:  # a bare hook learns of them in the order in which they come
+            first = len(self.gradients)
+            self.register((f"gradient{first + k}", p) for k, p in enumerate(missing))
+        groups = self._sorted(parameters)
+        self._buckets[bucket.index()] = (known, groups)
+        return groups
+
+    def _sorted(self, parameters: Sequence[torch.Tensor]) -> list[Group]:
+        by_choice: dict[tuple[str, str], list[tuple[Gradient, tuple[int, int]]]] = {}
+        at = 0
+        for parameter in parameters:
+            gradient = self._by_parameter[id(parameter)]
+            span = (at, at + parameter.numel())
+            at = span[1]
+            choice = gradient.choice
+            by_choice.setdefault((choice.codec.name, choice.strategy), []).append((gradient, span))
+        groups = []
+        for (_, strategy), members in by_choice.items():
+            codec = members[0][0].choice.codec
+            gradients = tuple(gradient for gradient, _ in members)
+            groups.append(
+                Group(
+                    codec=codec,
+                    strategy=strategy,
+                    gradients=gradients,
+                    places=tuple(g.places for g in gradients) if gradients[0].places else None,
+                    spans=tuple(span for _, span in members),
+                    wants_rate="momentum" in codec.init(torch.zeros(1)),
+                    wants_weights=advice.decays(codec),
+                )
+            )
+        # What is compressed first: it takes longest.
+        return sorted(groups, key=lambda group: group.codec.name == "none")
+
+
+def _joined(futures: list[Future], buffer: torch.Tensor) -> Future:
+    """Done when all are."""
+
+    return torch.futures.collect_all(futures).then(lambda _: buffer)
+
+
+def _flat(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's elements in the order in which DDP's buckets hold its gradient."""
+    parameter = parameter.detach()
+    if parameter.is_contiguous():
+        return parameter.view(-1)
+    return torch.as_strided(parameter, (parameter.numel(),), (1,), parameter.storage_offset())
