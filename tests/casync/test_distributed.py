@@ -5,11 +5,8 @@ what each has told.
 """
 
 import functools
-import json
 import re
 import signal
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -20,6 +17,8 @@ from hipress.casync import pieces
 from hipress.casync.strategies import STRATEGIES
 from hipress.errors import HipressError
 from hipress.lab import Lab
+from tests import scenarios
+from tests.scenarios import Told
 
 pytestmark = pytest.mark.alone
 
@@ -50,49 +49,8 @@ def namespaces():
         pytest.skip(why)
 
 
-class Told:
-    """The lines of a job, by scenario and rank."""
-
-    def __init__(self):
-        self.lines = []
-        self.changed = threading.Condition()
-        self.finished = None
-
-    def on_line(self, rank, stream, text):
-        if stream == "stdout" and text.startswith("{"):
-            with self.changed:
-                self.lines.append(json.loads(text))
-                self.changed.notify_all()
-
-    def find(self, key, **like):
-        """What the lines that are `like` this say for a key."""
-        with self.changed:
-            return [
-                line[key]
-                for line in self.lines
-                if key in line and all(line.get(k) == v for k, v in like.items())
-            ]
-
-    def wait_for(self, key, count, limit_s, **like):
-        with self.changed:
-            enough = self.changed.wait_for(lambda: len(self.find(key, **like)) >= count, limit_s)
-        assert enough, (key, like, self.lines)
-
-    def results(self, id, ranks):
-        """Of these ranks; fails with what was told instead."""
-        found = [self.find("result", id=id, rank=rank) for rank in ranks]
-        assert all(found), [line for line in self.lines if line["id"] == id] or self.lines
-        return [one[0] for one in found]
-
-    def error(self, id, rank):
-        """Kind, text, ranks, and when."""
-        (error,) = self.find("error", id=id, rank=rank) or [None]
-        assert error, [line for line in self.lines if line["id"] == id]
-        return (*error, self.find("at", id=id, rank=rank)[0])
-
-
 def start(lab, told, *stages):
-    return lab.start([sys.executable, str(SCRIPT), json.dumps(stages)], on_line=told.on_line)
+    return scenarios.start(lab, SCRIPT, told, *stages)
 
 
 @pytest.fixture(scope="module")
@@ -225,12 +183,12 @@ KILLED.append(("ps", "onebit", 0))  # who holds the store
 def killed(lab):
     """What the others tell when a rank is killed, in several ways at once."""
     told = Told()
-    scenarios = [
+    played = [
         {"id": f"{strategy} {victim}", "do": "forever", "ranks": 4, "strategy": strategy,
          "codec": codec, "victim": victim, "env": {"HIPRESS_TIMEOUT": str(KILL_S)}}
         for strategy, codec, victim in KILLED
     ]  # fmt: skip
-    start(lab, told, scenarios).wait(100)
+    start(lab, told, played).wait(100)
     return told
 
 
@@ -251,19 +209,19 @@ def test_a_killed_rank_is_named_on_all_others(killed, case):
 def lose(lab, how, undo, host, strategies):
     """What ranks tell when a host is lost, and when that was."""
     told = Told()
-    scenarios = [
+    played = [
         {"id": strategy, "do": "forever", "ranks": 4, "strategy": strategy, "codec": "onebit",
          "env": {"HIPRESS_TIMEOUT": str(LOST_S)}}
         for strategy in strategies
     ]  # fmt: skip
-    job = start(lab, told, scenarios)
+    job = start(lab, told, played)
     try:
-        told.wait_for("ready", 4 * len(scenarios), 40)
+        told.wait_for("ready", 4 * len(played), 40)
         time.sleep(0.5)
         lost = time.monotonic()
         how(host)
         deadline = lost + LOST_S + LATE_S
-        wanted = (4 if how == lab.cut else 3) * len(scenarios)
+        wanted = (4 if how == lab.cut else 3) * len(played)
         while len(told.find("error")) < wanted and time.monotonic() < deadline:
             time.sleep(0.1)
         return told, lost

@@ -278,10 +278,13 @@ class Engine:
         if job.recipe.names is not None:
             self._last[key] = handle
         self._count(job)
+        ready = None
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+            # blocking: whoever waits for it leaves the core to others.
+            ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(self.device))
         try:
-            self.executor.submit(job)
+            self.executor.submit(job, ready)
         except BaseException as error:
             on_done(error)
             raise

@@ -2,6 +2,7 @@
 
     compute       encode, decode, merge: the task that stands first in the graph, of the oldest job,
                   on one thread or a few
+    gate          on a GPU, holds a job's first tasks back until its gradients are there
     communicate   starts sends and receives, never waits for the network; small sends are started
                   by whoever made them
     waiters       wait for what was started: one for each peer's messages, one for all sends
@@ -25,9 +26,10 @@ from typing import Any
 import torch
 
 from hipress.casync.graph import COMPUTING, Verb
+from hipress.casync.handle import CLOSE_S
 from hipress.casync.job import Job
 from hipress.casync.recipe import TAG_BITS
-from hipress.casync.running import CLOSE_S, Running
+from hipress.casync.running import Running
 from hipress.casync.transport import Pending, Transport, finish
 from hipress.compll.threads import stay_on_this_thread
 from hipress.errors import UsageError
@@ -63,23 +65,41 @@ class Executor(Running):
         self._lock = threading.Lock()
         self._ready = _Heap()
         self._posts: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()
+        self._gated: queue.SimpleQueue[tuple[torch.cuda.Event, Job, list[int]] | None]
+        self._gated = queue.SimpleQueue()
         self._waits: dict[int, queue.SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
         self.num_threads = num_threads if self.stream is None else 1
         for _ in range(self.num_threads):
             self._start("compute", self._compute)
         self._start("communicate", self._communicate)
+        if self.stream is not None:
+            self._start("gate", self._open_gates)
 
-    def submit(self, job: Job) -> None:
-        """Starts a job that has begun; its `on_done` is called when all is done."""
+    def submit(self, job: Job, ready: torch.cuda.Event | None = None) -> None:
+        """Starts a job that has begun; its `on_done` is called when all is done.
+
+        Args:
+            job: What to run.
+            ready: On a GPU, when its gradients are there. Nothing that waits for them is given to
+                the stream before, or the merges of earlier jobs would stand behind it: a host that
+                runs ahead of its GPU starts the last encode long before the first merge.
+        """
         self.take(job)
         # Receives first: what the others send can then flow while this rank still encodes.
-        ready = [place for place, needs in enumerate(job.recipe.num_needs) if needs == 0]
+        places = [place for place, needs in enumerate(job.recipe.num_needs) if needs == 0]
         tasks = job.recipe.graph.tasks
-        for place in sorted(ready, key=lambda place: tasks[place].verb is not Verb.RECV):
-            self._dispatch(job, place)
+        for place in places:
+            if tasks[place].verb is Verb.RECV:
+                self._dispatch(job, place)
         if not tasks:  # empty tensors
             self.finish(job)
+        rest = [place for place in places if tasks[place].verb is not Verb.RECV]
+        if ready is None:
+            for place in rest:
+                self._dispatch(job, place)
+        else:
+            self._gated.put((ready, job, rest))
 
     def close(self) -> None:
         """Ends the threads; jobs that are under way fail."""
@@ -87,6 +107,7 @@ class Executor(Running):
         for _ in range(self.num_threads):
             self._ready.push(_STOP, None)
         self._posts.put(None)
+        self._gated.put(None)
         for waits in self._waits.values():
             waits.put(None)
         # A daemon thread that returns to Python while that shuts down aborts the process.
@@ -146,6 +167,13 @@ class Executor(Running):
             work()
             self.record(job, place, "compute", start_ns)
             self._release(job, place)
+
+    def _open_gates(self) -> None:
+        while (found := self._gated.get()) is not None:
+            ready, job, places = found
+            ready.synchronize()
+            for place in places:
+                self._dispatch(job, place)
 
     def _communicate(self) -> None:
         while (found := self._posts.get()) is not None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+CLOSE_S = 5.0
+"""A thread that is stuck keeps nobody longer from leaving."""
+
 
 class Settler:
     """A thread that settles futures: what users hang on them may start, and await, the next."""
@@ -31,10 +34,15 @@ class Settler:
     def close(self) -> None:
         """Ends the thread, after what it was given."""
         self._calls.put(None)
+        # What it holds must not be freed while Python shuts down: torch aborts the process then.
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+            del call  # and with it tensors, now and not with the next call
 
 
 class Handle:

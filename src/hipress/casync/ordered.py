@@ -16,9 +16,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from hipress.casync.graph import COMPUTING, Verb
+from hipress.casync.handle import CLOSE_S
 from hipress.casync.job import Job
 from hipress.casync.memory import new_stream
-from hipress.casync.running import CLOSE_S, Running
+from hipress.casync.running import Running
 from hipress.casync.transport import Transport, finish
 from hipress.errors import UsageError
 
@@ -38,9 +39,11 @@ class OrderedExecutor(Running):
         self._thread = threading.Thread(target=self._run, name="hipress-ordered", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Starts a job that has begun."""
+    def submit(self, job: Job, ready: torch.cuda.Event | None = None) -> None:
+        """Starts a job that has begun; on a GPU its stream waits for what `ready` tells."""
         self.take(job)
+        if ready is not None and self.stream is not None:
+            self.stream.wait_event(ready)
         self._jobs.put(job)
 
     def close(self) -> None:

@@ -93,9 +93,8 @@ class Recipe:
         numel = options.piece_numel or self._piece_numel()
         bulk = options.bulk and (self.is_plain or isinstance(self.codec, ProgramCodec))
         if self.places is not None and not self.is_plain:
-            # On a GPU copies cost nothing beside launches.
-            small = numel // 2 if self.device.type == "cuda" else pieces.BULK_NUMEL
-            return pieces.arrange(self.places, piece_numel=numel, bulk_numel=small if bulk else 0)
+            small = pieces.BULK_NUMEL if bulk else 0
+            return pieces.arrange(self.places, piece_numel=numel, bulk_numel=small)
         while True:
             layout = pieces.cut(
                 self.numels,

@@ -14,9 +14,6 @@ from hipress.casync.memory import new_stream
 from hipress.casync.transport import Transport, raise_again
 from hipress.timeline import Event
 
-CLOSE_S = 5.0
-"""A thread that is stuck in the network keeps nobody longer from leaving."""
-
 
 class Running:
     """Jobs under way.

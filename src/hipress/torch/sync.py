@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hipress.casync.engine import Engine, Options
-from hipress.casync.pieces import Dealer, Place
+from hipress.casync.pieces import GPU_SHARE_NUMEL, Dealer, Place
 from hipress.casync.recipe import piece_numel
 from hipress.casync.world import engine_of
 from hipress.codecs.base import Codec
@@ -219,9 +219,10 @@ class Sync:
             if choice.codec.name != "none":
                 numel = parameter.numel()
                 # Every rank should find work in every bucket.
+                least = GPU_SHARE_NUMEL if parameter.is_cuda else 1
                 most = min(
                     piece_numel(choice.codec, parameter.device, self._engine.options),
-                    max(self.settings.bucket_numel // num_ranks, 1),
+                    max(self.settings.bucket_numel // num_ranks, least),
                 )
                 if choice.partitions is not None:
                     most = -(-numel // choice.partitions)
@@ -326,7 +327,8 @@ class Sync:
 
         group: Any = self.process_group or dist.group.WORLD
         num_ranks = group.size()
-        self._plain_bytes += 2 * (num_ranks - 1) * buffer.nbytes // num_ranks
+        if buffer.layout is torch.strided:  # of others torch does not tell
+            self._plain_bytes += 2 * (num_ranks - 1) * buffer.nbytes // num_ranks
         buffer.div_(num_ranks)
         work: Any = dist.all_reduce(buffer, group=group, async_op=True)
         future: Future = work.get_future().then(lambda done: done.value()[0])

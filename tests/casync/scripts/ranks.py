@@ -1,20 +1,14 @@
-"""One rank of a lab: imports once, then forks a process for each scenario that it is given.
+"""Scenarios of the exchange, for a rank of a lab (see `tests/scenarios.py`)."""
 
-The argument is a JSON list of stages; a stage is a list of scenarios that run side by side, each
-with an `id`, the function to `do`, its number of `ranks`, and more for that function. A line of
-JSON tells how each went: {"id", "rank", "result" or "error", "at"}, and {"id", "rank", "exit"}.
-"""
-
-import faulthandler
 import gc
 import hashlib
-import json
 import os
 import resource
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,14 +17,10 @@ import hipress
 from hipress.casync.engine import Options
 from hipress.casync.world import engine_of
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.scenarios import main, tell
+
 CPU = torch.device("cpu")
-LIMIT_S = 60.0
-"""No process lives longer."""
-
-
-def tell(**line):
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
 
 
 def gradient(numel, rank, step=0):
@@ -213,61 +203,5 @@ def forever(rank, num_ranks, id, strategy, codec, victim=None):
         time.sleep(0.02)
 
 
-# --- the frame of all -----------------------------------------------------------------------------
-
-
-def play(scenario, number):
-    """In the child."""
-    faulthandler.dump_traceback_later(LIMIT_S - 10)
-    line = {"id": scenario["id"], "rank": int(os.environ["RANK"])}
-    options = {k: v for k, v in scenario.items() if k not in ("do", "ranks", "env", "id")}
-    if scenario["do"] == "forever":
-        options["id"] = scenario["id"]
-    os.environ.update(scenario.get("env", {}))
-    os.environ["WORLD_SIZE"] = str(scenario["ranks"])
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1 + number)
-    try:
-        dist.init_process_group("gloo")
-        dist.barrier()  # on a busy machine one rank starts seconds after another
-        result = globals()[scenario["do"]](line["rank"], scenario["ranks"], **options)
-    except hipress.errors.HipressError as error:
-        at = time.monotonic()
-        what = [type(error).__name__, str(error), getattr(error, "ranks", [])]
-        tell(**line, error=what, at=at)
-        raise
-    tell(**line, result=result, at=time.monotonic())
-    dist.barrier()  # whoever holds the store leaves last
-
-
-def main():
-    stages = json.loads(sys.argv[1])
-    rank, number = int(os.environ["RANK"]), 0
-    for stage in stages:
-        children = {}
-        for scenario in stage:
-            number += 1
-            if rank >= scenario["ranks"]:
-                continue
-            pid = os.fork()
-            if pid == 0:
-                play(scenario, number)
-                return
-            children[pid] = scenario["id"]
-        deadline = time.monotonic() + LIMIT_S
-        while children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid:
-                code = os.waitstatus_to_exitcode(status)
-                tell(id=children.pop(pid), rank=rank, exit=code, at=time.monotonic())
-            elif time.monotonic() > deadline:
-                for pid, name in children.items():
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                    tell(id=name, rank=rank, exit="hung", at=time.monotonic())
-                children = {}
-            else:
-                time.sleep(0.02)
-
-
 if __name__ == "__main__":
-    main()
+    main(globals())
