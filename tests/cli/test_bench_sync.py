@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hipress.cli import bench_sync
+from hipress.cli import _cluster, bench_sync
 from hipress.cli.main import main
 from tests.lab.conftest import refusal
 
@@ -163,6 +163,6 @@ def test_a_slow_line_gets_more_patience(monkeypatch: pytest.MonkeyPatch) -> None
         strategies=("ps",), repeats=1, device="cpu", switches=dict.fromkeys(names, False),
         is_shaped=True,
     )  # fmt: skip
-    assert bench_sync._environment(config) == {"HIPRESS_TIMEOUT": "800"}
+    assert _cluster.environment(config) == {"HIPRESS_TIMEOUT": "800"}
     monkeypatch.setenv("HIPRESS_TIMEOUT", "5")
-    assert bench_sync._environment(config) == {}
+    assert _cluster.environment(config) == {}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hipress.errors import UsageError
+from hipress.report._ranks import sent_bytes
 from hipress.report.sync_rows import Config, problem, rows, tensor_numels
-from hipress.report.sync_worker import sent_bytes
 
 CONFIG = Config(
     num_hosts=4,

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json as json_
-import os
-import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hipress.cli import _cluster
 from hipress.cli._expressions import split_expressions
-from hipress.cli._machine import available_memory_bytes
-from hipress.errors import UsageError
 
 if TYPE_CHECKING:
     from hipress.report.sync_rows import Config
@@ -25,7 +19,6 @@ EXAMPLE = (
     "--codec 'onebit,dgc(ratio=0.001)' --strategy ps,ring --json f.json"
 )
 LINE_UP = "onebit,dgc(ratio=0.001),int8,none"
-MOST_TIMEOUT_S = 10**6
 
 
 def sync(
@@ -108,11 +101,7 @@ def sync(
     _print_rows(rows, to_stderr)
     if json is not None:
         write_json(json, "bench sync", rows)
-    problems = [row["problem"] for row in rows if row["problem"] is not None]
-    for problem in problems:
-        print(f"hipress: {problem}", file=sys.stderr)
-    if problems:
-        raise typer.Exit(1)
+    _cluster.tell_problems(rows)
 
 
 def _configs(
@@ -133,21 +122,23 @@ def _configs(
     import hipress
     from hipress.casync.strategies import check
     from hipress.cli.bench import parse_size
-    from hipress.lab.links import parse_delay, parse_rate
+    from hipress.lab.links import parse_rate
     from hipress.report.sync_rows import Config, tensor_numels
 
     size_bytes = parse_size(size)
     # Gradient, tensors, baselines, and about one more for each plan.
-    _check_memory(size, hosts * size_bytes * (4 + len(codecs) * len(strategies)))
+    _cluster.check_memory(
+        f"size {size!r}",
+        hosts * size_bytes * (4 + len(codecs) * len(strategies)),
+        "give a smaller --size, or fewer --hosts, codecs or strategies",
+    )
     numels = tensor_numels(size_bytes, num_tensors)
     for expression in codecs:
         hipress.codec(expression).wire_bytes(max(numels))
     for strategy in strategies:
         check(strategy)
-    _check_device(device)
-    parse_delay(delay)
-    if not is_shaped and (delay, *rates) != ("none", "none"):
-        raise UsageError("--rate and --delay need a network; leave them out with --loopback.")
+    _cluster.check_device(device)
+    _cluster.check_network(rates, delay, is_shaped=is_shaped)
     return [
         Config(
             num_hosts=hosts,
@@ -167,25 +158,6 @@ def _configs(
     ]
 
 
-def _check_device(device: str) -> None:
-    import torch
-
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device {device!r} is neither cpu nor cuda; choose one.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device 'cuda' needs a GPU and torch sees none here; choose cpu.")
-
-
-def _check_memory(size: str, needed_bytes: int) -> None:
-    available = available_memory_bytes()
-    if available is not None and needed_bytes > available:
-        raise UsageError(
-            f"size {size!r} needs {needed_bytes / 1e6:,.0f} MB with all ranks on this machine and "
-            f"{available / 1e6:,.0f} MB are available; give a smaller --size, or fewer --hosts, "
-            "codecs or strategies."
-        )
-
-
 def _rows(configs: list[Config], timeout: float | None) -> list[dict[str, Any]]:
     """The rows of all rates, with a progress bar on stderr."""
     from hipress.report.sync_rows import rows
@@ -200,41 +172,7 @@ def _rows(configs: list[Config], timeout: float | None) -> list[dict[str, Any]]:
 
 def _run(config: Config, timeout: float | None, on_part: Callable[[float], None]) -> dict[str, Any]:
     """Run the worker on all ranks of a lab of its own and return what rank 0 wrote."""
-    from hipress.lab import Lab
-
-    def on_line(rank: int, stream: str, line: str) -> None:
-        if rank == 0 and stream == "stdout" and line.startswith("@@ "):
-            _, done, total, _ = line.split(" ", 3)
-            on_part(int(done) / int(total))
-
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        told = replace(config, result=str(result)).dump()
-        with Lab(
-            config.num_hosts,
-            rate=config.rate if config.is_shaped else None,
-            delay=config.delay if config.is_shaped else None,
-            shaped=config.is_shaped,
-        ) as lab:
-            lab.run(
-                [sys.executable, "-m", "hipress.report.sync_worker", told],
-                env=_environment(config),
-                timeout=timeout,
-                on_line=on_line,
-                check=True,
-            )
-        found: dict[str, Any] = json_.loads(result.read_text())
-        return found
-
-
-def _environment(config: Config) -> dict[str, str]:
-    """A patience that even a slow line does not try, unless the user has set one."""
-    from hipress import settings
-
-    if config.rate_bits is None or os.environ.get(settings.TIMEOUT.name):
-        return {}
-    wanted_s = max(settings.timeout_s(), 10 * config.all_reduce_bytes * 8 / config.rate_bits)
-    return {settings.TIMEOUT.name: f"{min(wanted_s, MOST_TIMEOUT_S):.0f}"}
+    return _cluster.run("hipress.report.sync_worker", config, timeout, on_part)
 
 
 def _print_rows(rows: list[dict[str, Any]], to_stderr: bool) -> None:

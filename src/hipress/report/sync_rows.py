@@ -6,13 +6,13 @@ that rank 0 hands back one row per codec and strategy. `problem` says what a row
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hipress.errors import UsageError
+from hipress.report._cluster import ClusterConfig
 from hipress.report.timing import Timing
 
 LEAST_NUMEL = 256
@@ -21,54 +21,24 @@ LARGEST_PART = 0.2
 """Of the whole, the part that the largest of many tensors has: 20 MB of 100 MB."""
 MOST_DEVIATION = 0.05
 """How far the interface may be from what the engine says it sent: headers, acknowledgements."""
-LEAST_BYTES = 10**6
-"""Less is not compared with the interface: heartbeats and the like would count."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ClusterConfig):
     """What all ranks are told."""
 
-    num_hosts: int
-    rate: str
-    """As the user wrote it; none: not shaped."""
-    rate_bits: int | None
-    delay: str
-    is_shaped: bool
-    """Whether each rank has an eth0 of its own."""
     numels: tuple[int, ...]
     """Elements of each tensor."""
     codecs: tuple[str, ...]
     strategies: tuple[str, ...]
-    repeats: int
-    device: str
     pipelined: bool
     bulk: bool
     compress_on_cpu: bool
-    result: str
-    """File that rank 0 writes."""
 
     @property
     def size_bytes(self) -> int:
         """Of the whole gradient as float32."""
         return 4 * sum(self.numels)
-
-    @property
-    def all_reduce_bytes(self) -> float:
-        """What each rank must send in an all-reduce of float32."""
-        return 2 * (self.num_hosts - 1) / self.num_hosts * self.size_bytes
-
-    def dump(self) -> str:
-        """The text that `load` reads."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def load(text: str) -> Config:
-        """A config from its text."""
-        fields = json.loads(text)
-        for name in ("numels", "codecs", "strategies"):
-            fields[name] = tuple(fields[name])
-        return Config(**fields)
 
 
 def tensor_numels(size_bytes: int, num_tensors: int) -> tuple[int, ...]:
@@ -176,10 +146,15 @@ def problem(config: Config, one: Mapping[str, Any]) -> str | None:
     # Each of N sums rounds by half a unit in the last place of float32, 6e-8.
     if one["codec"] == "none" and not one["relative_error"] <= 6e-8 * (config.num_hosts + 1):
         return f"{label}: the result is {one['relative_error']:.1e} off the mean."
+    return interface_problem(label, one)
+
+
+def interface_problem(label: str, one: Mapping[str, Any]) -> str | None:
+    """Says that the interface counted other bytes than the engine; None where it did not."""
     deviation = one["interface_deviation"]
-    if deviation is not None and deviation > MOST_DEVIATION:
-        return (
-            f"{label}: eth0 of a rank differs by {deviation:.0%} from what the engine says it "
-            f"sent, {one['wire_bytes']:,.0f} bytes; at most {MOST_DEVIATION:.0%} are headers."
-        )
-    return None
+    if deviation is None or deviation <= MOST_DEVIATION:
+        return None
+    return (
+        f"{label}: eth0 of a rank differs by {deviation:.0%} from what the engine says it "
+        f"sent, {one['wire_bytes']:,.0f} bytes; at most {MOST_DEVIATION:.0%} are headers."
+    )

@@ -7,12 +7,10 @@ hit all of them. Rank 0 tells on stdout how far it is ("@@ done of label") and w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,9 @@ import torch.distributed as dist
 
 from hipress.casync.engine import Options
 from hipress.casync.world import engine_of
-from hipress.errors import HipressError
-from hipress.report.sync_rows import LEAST_BYTES, Config
+from hipress.report._ranks import Interface, largest, ranks_agree, run_rank, tell
+from hipress.report.sync_rows import Config
 from hipress.timeline import overlap_s
-
-INTERFACE = "eth0"
-NUM_IDLE = 10
-"""Barriers whose bytes are averaged, to be taken off those of a sample."""
 
 
 def main(text: str) -> None:
@@ -78,8 +72,8 @@ class _Worker:
             self._sync(codec, strategy) for codec in config.codecs for strategy in config.strategies
         ]
         self.candidates = [*self.baselines, *self.syncs]
+        self.interface = Interface(is_shaped=config.is_shaped)
         self._num_done = 0
-        self._idle_bytes = 0.0
 
     def measure(self) -> dict[str, Any]:
         """Warm up and check, time, and record one sync each."""
@@ -88,7 +82,7 @@ class _Worker:
             self._tell(f"check {one.label}")
             self._check(one, mean)
         del mean
-        self._idle_bytes = self._idle()
+        self.interface.measure_idle()
         order = list(self.candidates)
         shuffle = random.Random(0).shuffle
         for _ in range(self.config.repeats):
@@ -137,9 +131,8 @@ class _Worker:
         )
 
     def _tell(self, label: str) -> None:
-        if dist.get_rank() == 0:
-            total = (2 + self.config.repeats) * len(self.candidates) - len(self.baselines)
-            print(f"@@ {self._num_done} {total} {label}", flush=True)
+        total = (2 + self.config.repeats) * len(self.candidates) - len(self.baselines)
+        tell(self._num_done, total, label)
         self._num_done += 1
 
     def _fill(self, one: _Candidate) -> None:
@@ -163,11 +156,11 @@ class _Worker:
             # Norms in float64: in float32 the sum of 25 million squares loses digits.
             scale = torch.linalg.vector_norm(mean, dtype=torch.float64)
             error = float(torch.linalg.vector_norm(found - mean, dtype=torch.float64) / scale)
-        is_own, error = _largest([is_own, error])
+        is_own, error = largest([is_own, error])
         one.seen |= {
             "is_own": bool(is_own),
             "relative_error": error,
-            "ranks_agree": _ranks_agree(one.values),
+            "ranks_agree": ranks_agree(one.values),
         }
         self._fill(one)
         one.call()  # once more: a second phase, a first use of a residual
@@ -176,7 +169,7 @@ class _Worker:
         self._fill(one)
         self._wait_for_device()
         stats = self.engine.stats
-        before = (stats.sent_bytes, stats.num_messages, self._sent_bytes())
+        before = (stats.sent_bytes, stats.num_messages, self.interface.sent_bytes())
         dist.barrier()
         start = time.perf_counter()
         one.call()
@@ -185,8 +178,8 @@ class _Worker:
         dist.barrier()  # all have received: nothing of it is still to leave
         one.sent_bytes += stats.sent_bytes - before[0]
         one.num_messages += stats.num_messages - before[1]
-        one.interface_bytes += self._sent_bytes() - before[2]
-        one.samples_s += _largest([seconds])
+        one.interface_bytes += self.interface.sent_bytes() - before[2]
+        one.samples_s += largest([seconds])
 
     def _record(self, one: _Candidate) -> None:
         """One more sync, with its tasks recorded; not among the samples, since recording costs."""
@@ -202,10 +195,10 @@ class _Worker:
         num_threads = self.engine.executor.num_threads
         busy_ns = sum(e.end_ns - e.start_ns for e in found if e.queue == "compute")
         codec_s = busy_ns / 1e9 / num_threads
-        codec_s, overlap, num_tasks = _largest([codec_s, overlap_s(found), float(len(found))])
+        codec_s, overlap, num_tasks = largest([codec_s, overlap_s(found), float(len(found))])
         one.seen |= {"codec_s": codec_s, "overlap_s": overlap, "num_tasks": int(num_tasks)}
         one.seen["num_threads"] = num_threads
-        one.seen["ranks_agree"] = one.seen["ranks_agree"] and _ranks_agree(one.values)
+        one.seen["ranks_agree"] = one.seen["ranks_agree"] and ranks_agree(one.values)
 
     def _count(self, one: _Candidate) -> None:
         """Bytes of one sync: the most that a rank sent, by both counts."""
@@ -214,42 +207,16 @@ class _Worker:
         if one in self.baselines or (one.codec == "none" and one.strategy == "allreduce"):
             # The transport's own sum, of which the engine's count knows nothing.
             wire = self.config.all_reduce_bytes / (2 if one.label == "bf16" else 1)
-        interface = max(one.interface_bytes / repeats - self._idle_bytes, 0.0)
-        counts = self.config.is_shaped and wire * repeats >= LEAST_BYTES
-        deviation = abs(interface - wire) / wire if counts else -1.0
+        interface = self.interface.per_sample(one.interface_bytes, repeats)
+        deviation = self.interface.deviation(interface, wire, repeats)
         messages = one.num_messages / repeats
-        wire, interface, deviation, messages = _largest([wire, interface, deviation, messages])
+        wire, interface, deviation, messages = largest([wire, interface, deviation, messages])
         one.seen |= {
             "wire_bytes": wire,
             "interface_bytes": interface if self.config.is_shaped else None,
             "interface_deviation": None if deviation < 0 else deviation,
             "num_messages": messages,
         }
-
-    def _idle(self) -> float:
-        """Bytes that the two barriers of a sample send."""
-        dist.barrier()  # what the last sync has queued must not count
-        before = self._sent_bytes()
-        for _ in range(2 * NUM_IDLE):
-            dist.barrier()
-        return (self._sent_bytes() - before) / NUM_IDLE
-
-    def _sent_bytes(self) -> int:
-        return sent_bytes(Path("/proc/self/net/dev").read_text()) if self.config.is_shaped else 0
-
-
-def sent_bytes(text: str) -> int:
-    """Bytes that `eth0` has sent, out of the text of /proc/net/dev.
-
-    Example:
-        >>> sent_bytes("  eth0: 10 1 0 0 0 0 0 0 99 2 0 0 0 0 0 0")
-        99
-    """
-    for line in text.splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(counts.split()[8])
-    raise AssertionError(f"no {INTERFACE} here:\n{text}")
 
 
 def _gradient(config: Config, rank: int) -> torch.Tensor:
@@ -265,23 +232,6 @@ def _mean(config: Config) -> torch.Tensor:
     return total.div_(config.num_hosts).float()
 
 
-def _largest(values: Sequence[float]) -> list[float]:
-    """The largest over all ranks, each."""
-    found = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [float(value) for value in found]
-
-
-def _ranks_agree(values: Sequence[torch.Tensor]) -> bool:
-    digest = hashlib.blake2b(digest_size=8)
-    for value in values:
-        digest.update(value.detach().cpu().numpy().data)
-    own = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    return all(torch.equal(each, own) for each in found)
-
-
 def _told(one: _Candidate) -> dict[str, Any]:
     return {
         "codec": one.codec,
@@ -292,7 +242,4 @@ def _told(one: _Candidate) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1])
-    except HipressError as failure:
-        sys.exit(str(failure))
+    run_rank(main)
