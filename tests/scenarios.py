@@ -1,0 +1,173 @@
+"""Scenarios of real processes: a rank imports once, then forks a process for each of them.
+
+A script holds functions, each with arguments `rank` and `num_ranks`, and ends with
+`main(globals())`. A test starts it on all ranks of a lab (`start`) with a list of stages; a stage
+is a list of scenarios that run side by side, each with an `id`, the function to `do`, its number
+of `ranks`, and more for that function. A line of JSON tells how each went: {"id", "rank",
+"result" or "error", "at"}, and {"id", "rank", "exit"}; `Told` collects them.
+"""
+
+import atexit
+import faulthandler
+import inspect
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+
+LIMIT_S = 60.0
+"""No process lives longer, unless its script says so."""
+PORTS = range(10_000, 32_000)
+"""Below those that systems hand out themselves."""
+
+
+# --- in the test ----------------------------------------------------------------------------------
+
+
+class Told:
+    """The lines of a job, by scenario and rank."""
+
+    def __init__(self):
+        self.lines = []
+        self.changed = threading.Condition()
+        self.finished = None
+
+    def on_line(self, rank, stream, text):
+        if stream == "stdout" and text.startswith("{"):
+            with self.changed:
+                self.lines.append(json.loads(text))
+                self.changed.notify_all()
+
+    def find(self, key, **like):
+        """What the lines that are `like` this say for a key."""
+        with self.changed:
+            return [
+                line[key]
+                for line in self.lines
+                if key in line and all(line.get(k) == v for k, v in like.items())
+            ]
+
+    def wait_for(self, key, count, limit_s, **like):
+        with self.changed:
+            enough = self.changed.wait_for(lambda: len(self.find(key, **like)) >= count, limit_s)
+        assert enough, (key, like, self.lines)
+
+    def results(self, id, ranks):
+        """Of these ranks; fails with what was told instead."""
+        found = [self.find("result", id=id, rank=rank) for rank in ranks]
+        assert all(found), [line for line in self.lines if line["id"] == id] or self.lines
+        return [one[0] for one in found]
+
+    def error(self, id, rank):
+        """Kind, text, ranks, and when."""
+        (error,) = self.find("error", id=id, rank=rank) or [None]
+        assert error, [line for line in self.lines if line["id"] == id]
+        return (*error, self.find("at", id=id, rank=rank)[0])
+
+
+def start(lab, script, told, *stages):
+    """Starts a script on all ranks of a lab; returns the lab's job."""
+    if not lab.shaped:  # others are on this machine's ports
+        ports = iter(_free_ports(sum(map(len, stages))))
+        stages = [[{**scenario, "port": next(ports)} for scenario in stage] for stage in stages]
+    command = [sys.executable, str(script), json.dumps(stages)]
+    return lab.start(command, on_line=told.on_line)
+
+
+def _free_ports(count):
+    found = []
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            break
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        found.append(port)
+    return found
+
+
+# --- in a rank ------------------------------------------------------------------------------------
+
+
+def tell(**line):
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def main(functions, *, thorough=True, limit_s=LIMIT_S):
+    """Plays the stages that the command line holds.
+
+    Args:
+        functions: By the name that scenarios give; those that ask for `id` get theirs.
+        thorough: Let processes end as all do; False spares them to take Python down, which costs
+            each a second, unless a scenario says `thorough` itself.
+        limit_s: No process lives longer.
+    """
+    stages = json.loads(sys.argv[1])
+    rank, number = int(os.environ["RANK"]), 0
+    for stage in stages:
+        children = {}
+        for scenario in stage:
+            number += 1
+            if rank >= scenario["ranks"]:
+                continue
+            pid = os.fork()
+            if pid == 0:
+                _play(functions[scenario["do"]], scenario, number, limit_s)
+                if not scenario.get("thorough", thorough):
+                    atexit._run_exitfuncs()
+                    os._exit(0)
+                return
+            children[pid] = scenario["id"]
+        _wait_for(children, rank, limit_s)
+
+
+def _play(function, scenario, number, limit_s):
+    """In the child."""
+    import torch.distributed as dist
+
+    faulthandler.dump_traceback_later(limit_s - 10)
+    line = {"id": scenario["id"], "rank": int(os.environ["RANK"])}
+    frame = ("do", "ranks", "env", "port", "thorough") + ("id",) * (
+        "id" not in inspect.signature(function).parameters
+    )
+    options = {key: value for key, value in scenario.items() if key not in frame}
+    os.environ.update(scenario.get("env", {}))
+    os.environ["WORLD_SIZE"] = str(scenario["ranks"])
+    port = scenario.get("port") or int(os.environ["MASTER_PORT"]) + 1 + number
+    os.environ["MASTER_PORT"] = str(port)
+    try:
+        dist.init_process_group("gloo")
+        dist.barrier()  # on a busy machine one rank starts seconds after another
+        result = function(line["rank"], scenario["ranks"], **options)
+    except BaseException as error:  # those of torch's checkpoints are no Exceptions
+        at = time.monotonic()
+        what = [type(error).__name__, str(error), getattr(error, "ranks", [])]
+        tell(**line, error=what, at=at, trace=traceback.format_exc()[-2000:])
+        raise
+    tell(**line, result=result, at=time.monotonic())
+    dist.barrier()  # whoever holds the store leaves last
+
+
+def _wait_for(children, rank, limit_s):
+    deadline = time.monotonic() + limit_s
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            tell(id=children.pop(pid), rank=rank, exit=code, at=time.monotonic())
+        elif time.monotonic() > deadline:
+            for pid, name in children.items():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                tell(id=name, rank=rank, exit="hung", at=time.monotonic())
+            return
+        else:
+            time.sleep(0.02)
