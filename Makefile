@@ -19,7 +19,7 @@ setup: $(STAMP)  ## make .venv with everything needed to run and test
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,data,lab,report]"
+	@$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,data,frameworks,lab,report]"
 	@touch $@
 
 demo: $(STAMP)  ## see the package at work

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hipress.cli import _cluster
+from hipress.cli._convergence_rank import Config
 from hipress.cli.main import main
 from hipress.report.convergence_table import BEGIN, END
+from hipress.train.compare import compare
+from hipress.train.convergence import TASKS
+from tests.lab.conftest import refusal
 
 QUICK = ("--data", "digits", "--steps", "4", "--seeds", "2", "--codecs", "onebit,topk(ratio=0.1)")
 
@@ -79,6 +85,13 @@ def test_without_a_folder_fashion_mnist_is_left_out(capsys: pytest.CaptureFixtur
         (("--codecs", "onebit,topq"), "topq"),
         (("--codecs", "onebit,"), "codec"),
         (("--data", "digits", "--workers", "76"), "use at most 75"),
+        (("--rate", "1gbit"), "--rate '1gbit' is no learning rate of at least 1e-06; the rate of"),
+        (("--rate", "nan"), "--rate 'nan' is no learning rate"),
+        (("--rate", "0"), "--rate '0' is no learning rate"),
+        (("--rate", "0.1", "--learning-rate", "0.1"), "where --hosts is not given; give one."),
+        (("--strategy", "ps"), "--strategy is for a network; give --hosts too, or leave it out."),
+        (("--loopback",), "--loopback is for a network"),
+        (("--timeout", "9"), "--timeout is for a network"),
         ((*QUICK, "--markdown", "nowhere.md"), "cannot read 'nowhere.md'"),
         ((*QUICK, "--plot", "nowhere/curves.png"), "nowhere/curves.png"),
         ((*QUICK, "--plot", "curves.nonesuch"), "cannot draw 'curves.nonesuch'"),
@@ -131,3 +144,157 @@ def test_a_page_without_its_markers_stays_as_it_is(
     assert bench(*QUICK, "--markdown", str(page)) == 2
     assert "once each" in capsys.readouterr().err
     assert page.read_text() == text
+
+
+# --- over a network -------------------------------------------------------------------------------
+
+NUM_PARAMETERS = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
+SMALL = replace(TASKS["digits"], num_steps=12)
+HOSTS = ("--data", "digits", "--steps", "12", "--hosts", "2", "--timeout", "100")
+
+
+@pytest.mark.alone
+def test_ranks_reach_what_virtual_workers_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    codecs = "onebit,momentum(onebit),dgc(ratio=0.01)"
+    assert bench(*HOSTS, "--loopback", "--seeds", "2", "--codecs", codecs, "--json", "-") == 0
+    said = capsys.readouterr()
+    rows = json.loads(said.out)["rows"]
+    virtual = compare(SMALL, codecs.split(","), num_seeds=2, num_workers=2)
+    assert [row["codec"] for row in rows] == ["uncompressed", *codecs.split(",")]
+    for row, other in zip(rows, virtual, strict=True):
+        assert row.keys() > other.keys()
+        assert row["curve_steps"] == other["curve_steps"]
+        assert [curve[0] for curve in row["curves"]] == [curve[0] for curve in other["curves"]]
+        # Rounding may move an image or two of 597; pieces of a gradient have thresholds of their
+        # own in dgc.
+        tolerance = 3.0 if row["codec"].startswith("dgc") else 0.4
+        assert row["accuracies"] == pytest.approx(other["accuracies"], abs=tolerance)
+        assert row["accuracy"] > 20  # a guess is 10
+        assert (row["hosts"], row["num_workers"], row["rate"]) == (2, 2, "none")
+        assert row["learning_rate"] == 0.05 and row["problem"] is None
+        assert row["wire_bytes_busiest_rank"] >= row["wire_bytes_per_rank"]
+        assert row["interface_bytes_per_rank"] is None and row["ratio_out"] is None
+    plain, onebit, *_ = rows
+    assert plain["strategy"] is None and onebit["strategy"] == "ps"
+    assert plain["wire_bytes_per_rank"] == 4 * NUM_PARAMETERS and plain["ratio"] == 1
+    # On two hosts a rank sends half of the way out and half of the way back; a few headers differ.
+    assert onebit["ratio"] == pytest.approx(virtual[1]["ratio_out"], rel=0.03)
+    assert "digits: 2 hosts, 12 step(s) from rate 0.05, 2 seed(s)" in said.err
+
+
+@pytest.mark.alone
+def test_on_a_shaped_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if (why := refusal()) is not None:
+        pytest.skip(why)
+    page, picture, path = tmp_path / "page.md", tmp_path / "curves.png", tmp_path / "f.json"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    outputs = ("--markdown", str(page), "--plot", str(picture), "--json", str(path))
+    network = ("--rate", "100mbit", "--strategy", "ring", "--learning-rate", "0.02")
+    assert bench(*HOSTS, *network, "--seeds", "1", "--codecs", "int8", *outputs) == 0
+    plain, int8 = json.loads(path.read_text())["rows"]
+    for row in (plain, int8):
+        assert (row["rate"], row["learning_rate"], row["hosts"]) == ("100mbit", 0.02, 2)
+        # Headers of TCP, acknowledgements, and the barrier at the end.
+        sent = row["wire_bytes_per_rank"]
+        assert sent < row["interface_bytes_per_rank"] < 1.1 * sent + 2000
+    assert int8["strategy"] == "ring" and 3 < int8["ratio"] < 4
+    assert int8["accuracy"] == pytest.approx(plain["accuracy"], abs=1.5)
+    assert f"| `int8` | {int8['ratio']:.1f} | {int8['accuracy']:.2f} |" in page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "digits: 2 hosts at 100mbit, 12 step(s) from rate 0.02, 1 seed(s)" in out
+
+
+def found(config: Config, *, differing_seeds: tuple[int, ...] = ()) -> dict[str, Any]:
+    """What ranks could have written, without a run."""
+    return {
+        "runs": [
+            {
+                "run": {
+                    "codec": name,
+                    "seed": seed,
+                    "steps": [0, config.num_steps],
+                    "accuracy": [10.0, 98.0 - number + seed],
+                    "bytes_out": None,
+                    "bytes_back": None,
+                },
+                "wire_bytes": 1000.0 / (1 + 3 * number),
+                "busiest_bytes": 2000.0 / (1 + 3 * number),
+                "interface_bytes": 1100.0,
+                "ranks_agree": number == 0 or seed not in differing_seeds,
+            }
+            for seed in range(config.repeats)
+            for number, name in enumerate(config.names)
+        ]
+    }
+
+
+def test_what_the_ranks_are_told_and_how_it_becomes_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[tuple[str, Config, float | None]] = []
+
+    def run(module: str, config: Config, timeout: float | None, on_part: Any) -> dict[str, Any]:
+        told.append((module, Config.load(config.dump()), timeout))
+        on_part(0.5)
+        return found(config)
+
+    monkeypatch.setattr(_cluster, "run", run)
+    path = tmp_path / "f.json"
+    assert bench(*HOSTS, "--seeds", "2", "--codecs", "onebit,onebit", "--json", str(path)) == 0
+    ((module, config, timeout),) = told
+    assert module == "hipress.cli._convergence_rank" and timeout == 100
+    assert config.names == ("uncompressed", "onebit") and config.task == SMALL
+    assert (config.num_hosts, config.rate, config.rate_bits) == (2, "1gbit", 10**9)
+    assert (config.strategy, config.repeats, config.is_shaped) == ("ps", 2, True)
+    assert config.size_bytes == 4 * NUM_PARAMETERS
+    plain, onebit = json.loads(path.read_text())["rows"]
+    assert plain["accuracies"] == [98, 99] and onebit["accuracies"] == [97, 98]
+    assert onebit["difference"] == -1 and onebit["within"]
+    assert (onebit["ratio"], onebit["wire_bytes_per_rank"]) == (4, 250)
+    assert onebit["wire_bytes_busiest_rank"] == 500
+
+
+def test_ranks_that_differ_are_told_and_exit_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_cluster, "run", lambda _, config, *__: found(config, differing_seeds=(1,)))
+    assert bench(*HOSTS, "--loopback", "--codecs", "onebit") == 1
+    assert capsys.readouterr().err.endswith(
+        "\nhipress: digits with onebit: ranks ended with different parameters, seed 1.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rate", "0.05"], "rate '0.05' is not a number and a unit"),
+        (["--rate", "1gbit", "--loopback"], "need a network; leave them out with --loopback."),
+        (["--strategy", "rign"], "strategy 'rign' (did you mean 'ring'?) is none of ps"),
+        (["--codecs", "onebit,topq"], "topq"),
+        (["--data", "mnist"], "no data set 'mnist'; there are: digits, fashion-mnist."),
+        (["--data", "fashion-mnist"], "the folder of Fashion-MNIST is not known"),
+        (["--workers", "2"], "--workers is for virtual workers; leave it out with --hosts."),
+        (["--jobs", "2"], "--jobs is for virtual workers; leave it out with --hosts."),
+        (["--json", "/absent/f.json"], "cannot write '/absent/f.json'"),
+    ],
+)
+def test_refused_before_a_lab_starts(
+    arguments: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(_cluster, "run", lambda *_: pytest.fail("it ran"))
+    assert bench(*HOSTS, *arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("hipress: ") and says in err and err.count("\n") == 1
+
+
+def test_too_little_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_cluster, "run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(_cluster, "available_memory_bytes", lambda: 5 * 10**8)
+    assert bench(*HOSTS) == 2
+    assert "digits on 2 hosts needs 601 MB with all ranks" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,8 @@ class Engine:
         self.device = torch.device(device)
         self.options = options or Options()
         self.stats = Stats()
+        self.on_lost: Callable[[BaseException], None] = lambda error: None
+        """Told, from another thread, that a rank is gone."""
         self.keeper = Keeper()
         """What the codecs of named tensors remember."""
         self._seed = seed
@@ -121,6 +123,7 @@ class Engine:
             transport.num_ranks,
             timeout_s,
             on_failure=self._fail,
+            progress=lambda: self._sequence,
         )
         self.executor: Executor | OrderedExecutor
         if transport.ordered:
@@ -291,6 +294,7 @@ class Engine:
         return handle
 
     def _fail(self, error: BaseException) -> None:
+        self.on_lost(error)
         if (executor := getattr(self, "executor", None)) is not None:
             executor.fail(error)
 

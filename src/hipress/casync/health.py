@@ -38,6 +38,7 @@ class Health:
         num_ranks: N.
         timeout_s: How long a rank may be silent before its neighbour calls it gone.
         on_failure: Called once, from the thread of the heartbeat, with the error for callers.
+        progress: How many exchanges this rank has started: who has started fewer is late.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Health:
         num_ranks: int,
         timeout_s: float,
         on_failure: Callable[[BaseException], None],
+        progress: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._progress = progress
         self._store = store
         self._rank = rank
         self._num_ranks = num_ranks
@@ -120,7 +123,7 @@ class Health:
     def _beat(self) -> None:
         self._count += 1
         with self._connection():
-            self._store.set(f"beat/{self._rank}", str(self._count))
+            self._store.set(f"beat/{self._rank}", f"{self._count}/{self._progress()}")
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
         """The last beat of some ranks; empty for one that has never shown."""
@@ -173,12 +176,32 @@ class Health:
             who = f"ranks {names} are" if len(silent) > 1 else f"rank {names} is"
             text = f"{who} gone or frozen ({_first_line(error)}): look at the output there."
             return self._tell(text, silent)
+        if late := self._late():
+            names = ", ".join(map(str, late))
+            who = f"ranks {names} are" if len(late) > 1 else f"rank {names} is"
+            return self._tell(
+                f"{who} late: the others wait in an exchange that has not begun there for "
+                f"{self._timeout_s:g} s, though all ranks are alive; look at the output there, or "
+                "raise HIPRESS_TIMEOUT if it only takes long.",
+                late,
+            )
         return self._tell(
             "messages did not come in time, though all ranks are alive: a rank is late or calls in "
             f"another order, or a link is down ({_first_line(error)}); raise HIPRESS_TIMEOUT if it "
             "is only late.",
             [],
         )
+
+    def _late(self) -> list[int]:
+        """Ranks that have started fewer exchanges than others."""
+        started = {rank: self._progress() for rank in (self._rank,)}
+        for rank, beat in self._read(
+            [r for r in range(self._num_ranks) if r != self._rank]
+        ).items():
+            _, _, count = beat.partition("/")
+            if count.isdigit():
+                started[rank] = int(count)
+        return sorted(rank for rank, count in started.items() if count < max(started.values()))
 
     @contextmanager
     def _connection(self) -> Iterator[None]:

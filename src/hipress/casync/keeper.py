@@ -66,6 +66,20 @@ class Keeper:
             if (key.kind, key.merged) == (kind, merged) and name in state:
                 state[name].copy_(value[key.start : key.stop])
 
+    def offered(self, gradient: str, kind: Kind, merged: int, name: str) -> torch.Tensor | None:
+        """What was offered and not taken up yet."""
+        return self._offers.get((gradient, kind, merged), {}).get(name)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all that is in the gradients' unit."""
+        for _, state in self:
+            for name, held in state.items():
+                if name != "weight":
+                    held.mul_(factor)
+        for offer in self._offers.values():
+            for name in offer:
+                offer[name] = offer[name] * factor  # what was offered belongs to others
+
     def forget_offers(self) -> None:
         """Drops what was offered: whoever wanted it has taken it."""
         self._offers.clear()

@@ -146,15 +146,22 @@ class Dealer:
     def __init__(self, num_routes: int) -> None:
         self._loads = [0] * num_routes
 
-    def place(self, numel: int, piece_numel: int) -> tuple[Place, ...]:
+    def place(
+        self, numel: int, piece_numel: int, partitions: int | None = None
+    ) -> tuple[Place, ...]:
         """The slices of the next gradient, each on the route that carries least so far.
 
         Args:
             numel: Of the gradient.
             piece_numel: Elements that a slice should have at most.
+            partitions: So many slices instead, as far as each starts on a multiple of `GRAIN`.
         """
+        if partitions is None:
+            parts = _slices(0, numel, len(self._loads), max(piece_numel, LEAST_NUMEL))
+        else:
+            parts = _even(0, numel, max(1, min(partitions, numel // GRAIN)))
         places = []
-        for part in _slices(0, numel, len(self._loads), max(piece_numel, LEAST_NUMEL)):
+        for part in parts:
             route = self._loads.index(min(self._loads))
             self._loads[route] += part.numel
             places.append(Place(part.start, part.stop, route))
@@ -205,7 +212,11 @@ def _slices(tensor: int, numel: int, num_routes: int, target: int) -> list[Slice
         wanted = -(-wanted // num_routes) * num_routes
     if numel:
         wanted = max(1, min(wanted, numel // max(min(target, LEAST_NUMEL), GRAIN)))
-    edges = [numel * k // wanted // GRAIN * GRAIN for k in range(wanted)] + [numel]
+    return _even(tensor, numel, wanted)
+
+
+def _even(tensor: int, numel: int, count: int) -> list[Slice]:
+    edges = [numel * k // count // GRAIN * GRAIN for k in range(count)] + [numel]
     return [Slice(tensor, a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
 

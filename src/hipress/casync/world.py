@@ -107,7 +107,10 @@ def allreduce(
 
 
 def engine_of(
-    group: ProcessGroup | None, device: torch.device, options: Options | None = None
+    group: ProcessGroup | None,
+    device: torch.device,
+    options: Options | None = None,
+    seed: int = 0,
 ) -> Engine:
     """The engine of a process group for a kind of device; made at the first call, on all ranks.
 
@@ -115,6 +118,7 @@ def engine_of(
         group: Of torch.distributed; all ranks if None.
         device: Of the tensors to come.
         options: For an engine that is made now, and then apart from the others.
+        seed: Of its codecs' random numbers.
     """
     import torch.distributed as dist
 
@@ -136,7 +140,7 @@ def engine_of(
         key = (id(chosen), device)
         if options is None and key in _engines:
             return _engines[key][1]
-        engine = _make(chosen, device, options)
+        engine = _make(chosen, device, options, seed)
         if options is None:
             _engines[key] = (weakref.ref(chosen), engine)
         _all.add(engine)
@@ -149,7 +153,7 @@ def _close_all() -> None:
         engine.close()
 
 
-def _make(group: ProcessGroup, device: torch.device, options: Options | None) -> Engine:
+def _make(group: ProcessGroup, device: torch.device, options: Options | None, seed: int) -> Engine:
     import torch.distributed as dist
 
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -191,6 +195,7 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None) ->
         device=device,
         options=options,
         timeout_s=timeout_s,
+        seed=seed,
     )
 
 

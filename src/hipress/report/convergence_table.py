@@ -19,10 +19,18 @@ MAX_COLOURS = 8
 
 def print_rows(rows: Sequence[Row], *, to_stderr: bool = False) -> None:
     """One table for each data set."""
-    columns = [
-        Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),
+    ways = [
         Column(header="times smaller\nout", show=fixed("ratio_out", 1)),
         Column(header="\nback", show=fixed("ratio_back", 1)),
+    ]
+    if "hosts" in rows[0]:  # there bytes are counted on both ways together
+        ways = [
+            Column(header="times\nsmaller", show=fixed("ratio", 1)),
+            Column(header="MB per step\nand rank", show=fixed("wire_bytes_per_rank", 4, 1e-6)),
+        ]
+    columns = [
+        Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),
+        *ways,
         Column(header="accuracy\n%", show=fixed("accuracy", 2)),
         Column(header="difference\npoints", show=lambda row: _signed(row["difference"])),
         Column(header="over seeds\nfrom .. to", show=_spread),
@@ -145,15 +153,23 @@ def _figure(num_panels: int) -> Any:
 
 
 def _title(row: Row) -> str:
+    who, rate = f"{row['num_workers']} worker(s)", row["rate"]
+    if "hosts" in row:
+        link = "" if row["rate"] == "none" else f" at {row['rate']}"
+        who, rate = f"{row['hosts']} hosts{link}", row["learning_rate"]
     return (
-        f"{row['data']}: {row['num_workers']} worker(s), {row['num_steps']} step(s) from rate "
-        f"{row['rate']:g}, {len(row['curves'])} seed(s)"
+        f"{row['data']}: {who}, {row['num_steps']} step(s) from rate {rate:g}, "
+        f"{len(row['curves'])} seed(s)"
     )
 
 
 def _cells(row: Row) -> list[str]:
     difference = f"{_signed(row['difference'])} ({_spread(row)})"
-    ratios = f"{row['ratio_out']:.1f} / {row['ratio_back']:.1f}"
+    ratios = (
+        f"{row['ratio']:.1f}"
+        if "hosts" in row
+        else f"{row['ratio_out']:.1f} / {row['ratio_back']:.1f}"
+    )
     return [ratios, f"{row['accuracy']:.2f}", difference, _verdict(row)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError
 from hipress.plan import Plan
+from hipress.settings import LOG, log_level
 from hipress.torch import selection
 from hipress.torch.selection import MIN_SIZE
 from hipress.torch.stats import Stats
@@ -41,6 +44,7 @@ def attach(
     check_every: int = 0,
     log_every: int = 0,
     writer: Any = None,
+    seed: int = 0,
 ) -> Sync:
     """Compresses the gradients that a DDP model exchanges, while backward goes on.
 
@@ -61,7 +65,8 @@ def attach(
         enabled: False leaves everything to DDP.
         check_every: Compare the parameters of all ranks every so many steps; 0: never.
         log_every: Log a line, and write scalars, every so many steps; 0: never.
-        writer: A TensorBoard `SummaryWriter`.
+        writer: A TensorBoard `SummaryWriter`, which gets scalars with every line of the log.
+        seed: Of the random numbers that some codecs draw; the same on all ranks.
 
     Returns:
         The exchange: `stats`, `state_dict`, `timeline`, `detach`.
@@ -96,17 +101,21 @@ def attach(
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ddp.parameters_to_ignore
     ]
-    selection.check_names(asked, [name for name, _ in named])
+    # Also those that are frozen: naming them is no mistake.
+    everything = [selection.clean(name) for name, _ in ddp.module.named_parameters()]
+    selection.check_names(asked, everything)
     settings = _settings(
         warmup_steps=warmup_steps,
         check_every=check_every,
         log_every=log_every,
         writer=writer,
+        seed=seed,
         optimizer=optimizer,
         scaler=scaler,
         finds_unused=ddp.find_unused_parameters and not ddp.static_graph,
         bucket_numel=int(ddp.bucket_bytes_cap) // 4,
     )
+    _make_heard(settings)
     sync = Sync(asked, settings, ddp.process_group, enabled=enabled)
     if not enabled:
         return sync
@@ -134,6 +143,7 @@ def comm_hook(
     check_every: int = 0,
     log_every: int = 0,
     writer: Any = None,
+    seed: int = 0,
 ) -> tuple[Sync, Any]:
     """A (state, hook) pair for `register_comm_hook`, and for whoever wraps it.
 
@@ -152,6 +162,7 @@ def comm_hook(
         check_every: As for `attach`.
         log_every: As for `attach`.
         writer: As for `attach`.
+        seed: As for `attach`.
 
     Example:
         >>> import hipress.torch
@@ -172,9 +183,11 @@ def comm_hook(
         check_every=check_every,
         log_every=log_every,
         writer=writer,
+        seed=seed,
         optimizer=optimizer,
         scaler=scaler,
     )
+    _make_heard(settings)
     return Sync(asked, settings, process_group), hook
 
 
@@ -201,6 +214,8 @@ def _settings(**given: Any) -> Settings:
         value = given[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise UsageError(f"{name} is {value!r}; give a number of steps, 0 for none.")
+    if not isinstance(given["seed"], int) or not 0 <= given["seed"] < 2**31:
+        raise UsageError(f"seed is {given['seed']!r}; give a whole number from 0 to 2^31 - 1.")
     optimizer, scaler, writer = given["optimizer"], given["scaler"], given["writer"]
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}; give a torch optimizer.")
@@ -208,7 +223,25 @@ def _settings(**given: Any) -> Settings:
         raise UsageError(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler.")
     if writer is not None and not hasattr(writer, "add_scalar"):
         raise UsageError(f"writer is a {type(writer).__name__}; give a SummaryWriter.")
+    if writer is not None and not given["log_every"]:
+        raise UsageError(
+            "writer is given and log_every is 0, so nothing would be written; give log_every=100."
+        )
     return Settings(**given)
+
+
+def _make_heard(asked: Settings) -> None:
+    """Lets lines that the user asked for be seen, where the program has set up no logging."""
+    logger = logging.getLogger("hipress")
+    wanted = os.environ.get(LOG.name) is not None
+    if asked.log_every or wanted:
+        level = log_level() if wanted else logging.INFO
+        if not logger.isEnabledFor(level):
+            logger.setLevel(level)
+        if not logger.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("hipress: %(message)s"))
+            logger.addHandler(handler)
 
 
 def _facts(sync: Sync, ddp: DistributedDataParallel) -> dict[str, Any]:

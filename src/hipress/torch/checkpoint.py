@@ -1,12 +1,12 @@
 """What the codecs remember, as a checkpoint: all ranks' of it, by parameter name.
 
-    version, world_size, step, scale
+    version, world_size, hosts, step, scale
     gradients   name: number of elements, codec, strategy
     ranks       rank, name: what that rank's worker remembers, one value for each element
     shared      name, role: what is remembered of means (the way back, a ring's hops), of which
                 each element lies on one rank
     mean        name: what all of it comes to, for a run with another number of ranks
-    owed        name: what every rank adds to its next gradient
+    owed        name: what every rank adds to its next gradient besides; mostly zero
 
 All is by element, nothing by piece or bucket: how gradients are cut may change between runs.
 """
@@ -48,13 +48,14 @@ def save(sync: Sync) -> dict[str, Any]:
     found: dict[str, Any] = {
         "version": VERSION,
         "world_size": 1,
+        "hosts": "0",
         "step": sync.step,
         "scale": sync.scale,
         "gradients": {},
         "ranks": {},
         "shared": {},
         "mean": {},
-        "owed": {name: owed.cpu().clone() for name, owed in sync.owed.items()},
+        "owed": {name: owed.to("cpu", copy=True) for name, owed in sync.owed.items()},
     }
     if sync._engine is None:
         return found
@@ -62,6 +63,7 @@ def save(sync: Sync) -> dict[str, Any]:
     engine.settle()
     engine.agree("state_dict", {"step": sync.step, "gradients": list(sync.gradients)})
     num_ranks = found["world_size"] = engine.transport.num_ranks
+    found["hosts"] = _hosts(engine)
     found["ranks"] = {str(rank): {} for rank in range(num_ranks)}
     for name, gradient in sync.gradients.items():
         if not gradient.is_compressed:
@@ -76,29 +78,26 @@ def save(sync: Sync) -> dict[str, Any]:
         for rank, state in enumerate(workers):
             found["ranks"][str(rank)][name] = state
         found["shared"][name] = shared
+        # Always there: DCP loads what a fresh run would save.
+        found["owed"].setdefault(name, torch.zeros(gradient.parameter.numel()))
         found["mean"][name] = mean
     return found
 
 
 def load(sync: Sync, state: dict[str, Any]) -> None:
-    """Takes a checkpoint over."""
+    """Takes a checkpoint over, or raises and leaves everything as it was."""
     _check(state)
     if not sync.enabled:
         return
+    if sync.gradients:
+        _check_fit(sync, state)
     if sync._engine is not None:
         sync._engine.settle()
         sync._engine.agree(
             "load_state_dict", {"step": state["step"], "world_size": state["world_size"]}
         )
-    if sync.gradients:
-        unknown = [name for name in state["gradients"] if name not in sync.gradients]
-        if unknown:
-            raise UsageError(
-                f"the checkpoint holds what was not sent of {unknown[0]!r}, which this model does "
-                "not have; load the checkpoint of this model."
-            )
     sync.step, sync.scale = int(state["step"]), state["scale"]
-    sync.owed = {name: owed.clone() for name, owed in state["owed"].items()}
+    sync.owed = {name: owed.clone() for name, owed in state["owed"].items() if owed.any()}
     sync.loaded = state
     if sync._engine is not None:
         sync._engine.keeper.clear()
@@ -112,15 +111,12 @@ def restore(sync: Sync, gradient: Gradient) -> None:
     if state is None or name not in state["gradients"]:
         return
     facts = state["gradients"][name]
-    numel = gradient.parameter.numel()
-    if numel != facts["numel"]:
-        raise UsageError(
-            f"the checkpoint's {name!r} has {facts['numel']} elements and this model's has "
-            f"{numel}; load the checkpoint of this model."
-        )
     choice = gradient.choice
     same = (choice.codec.name, choice.strategy) == (facts["codec"], facts["strategy"])
-    if same and state["world_size"] == engine.transport.num_ranks:
+    same = same and state["world_size"] == engine.transport.num_ranks
+    if choice.strategy == "hierarchical":
+        same = same and state["hosts"] == _hosts(engine)
+    if same:
         _restore_exactly(engine, gradient, state)
     else:
         _share_out(sync, engine, gradient, state["mean"][name])
@@ -132,10 +128,9 @@ def _restore_exactly(engine: Engine, gradient: Gradient, state: dict[str, Any]) 
     own = state["ranks"][str(engine.transport.rank)][name]
     for key, held in own.items():
         engine.keeper.offer(name, Kind.FRAME, 1, key, held)
-    for role, held_by_key in state["shared"][name].items():
-        kind, merged = role.split("-")
-        for key, held in held_by_key.items():
-            engine.keeper.offer(name, Kind(kind), int(merged), key, held)
+    for kind, merged in _roles(engine, gradient):
+        for key, held in state["shared"][name].get(_role(kind, merged), {}).items():
+            engine.keeper.offer(name, kind, merged, key, held)
 
 
 def _share_out(
@@ -143,27 +138,69 @@ def _share_out(
 ) -> None:
     """Every rank gets the mean of all, so that the mean over ranks is what it was."""
     name = gradient.name
-    device = gradient.parameter.device
-    owed = sum(mean[key].to(device) for key in UNSENT if key in mean)
-    if isinstance(owed, torch.Tensor):
+    if (left := mean.get(UNSENT[0])) is not None:
         before = sync.owed.get(name)
-        sync.owed[name] = owed if before is None else owed + before.to(device)
+        sync.owed[name] = left.clone() if before is None else left + before.to(left.device)
     for key, held in mean.items():
         if key not in UNSENT:
             engine.keeper.offer(name, Kind.FRAME, 1, key, held)
 
 
 def _check(state: dict[str, Any]) -> None:
-    if not isinstance(state, dict) or "version" not in state or "gradients" not in state:
-        raise UsageError(
-            "load_state_dict was given something else than what sync.state_dict() returned; load "
-            "the entry of your checkpoint that holds it."
-        )
+    kinds: dict[str, Any] = {
+        "version": int, "world_size": int, "hosts": str, "step": int, "scale": float | None,
+        "gradients": dict, "ranks": dict, "shared": dict, "mean": dict, "owed": dict,
+    }  # fmt: skip
+    given = state if isinstance(state, dict) else {}
+    version = given.get("version")
+    newer = type(version) is int and version > VERSION
+    for key, kind in kinds.items():
+        if not newer and (key not in given or not isinstance(given[key], kind)):
+            raise UsageError(
+                "load_state_dict was given something else than what sync.state_dict() returned: "
+                f"{key!r} is {given.get(key)!r}; load the entry of your checkpoint that holds it."
+            )
     if state["version"] > VERSION:
         raise UsageError(
             f"the checkpoint has version {state['version']} and this hipress reads up to "
             f"{VERSION}; update hipress."
         )
+
+
+def _check_fit(sync: Sync, state: dict[str, Any]) -> None:
+    """Refuses the checkpoint of another model."""
+    for name, facts in state["gradients"].items():
+        if name not in sync.gradients:
+            raise UsageError(
+                f"the checkpoint holds what was not sent of {name!r}, which this model does not "
+                "have; load the checkpoint of this model."
+            )
+        numel = sync.gradients[name].parameter.numel()
+        if not isinstance(facts, dict) or numel != facts.get("numel"):
+            found = facts.get("numel") if isinstance(facts, dict) else facts
+            raise UsageError(
+                f"the checkpoint's {name!r} has {found} elements and this model's has {numel}; "
+                "load the checkpoint of this model."
+            )
+        tensors = [state["mean"].get(name), state["shared"].get(name)]
+        num_ranks = sync.engine.transport.num_ranks
+        if num_ranks == state["world_size"]:  # of another number only the mean is needed
+            tensors += [state["ranks"].get(str(r), {}).get(name) for r in range(num_ranks)]
+        if not all(isinstance(one, dict) for one in tensors):
+            raise UsageError(
+                f"the checkpoint lacks what some rank kept of {name!r}; it is damaged: load an "
+                "older one."
+            )
+
+
+def _hosts(engine: Engine) -> str:
+    """The host of each rank, as text."""
+    return ",".join(map(str, engine.hosts))
+
+
+def _role(kind: Kind, merged: int) -> str:
+    """The name of what is shared, the same for any number of ranks where that can be."""
+    return kind.value if kind is Kind.BACK else f"{kind.value}-{merged}"
 
 
 def _gathered(
@@ -181,20 +218,22 @@ def _gathered(
         own = held.get((Kind.FRAME, 1, key), blank)
         for rank, one in enumerate(_all_gather(sync, own)):
             workers[rank][key] = one
-        share = _factor(engine, gradient, Kind.FRAME, 1) / num_ranks
-        _add(mean, key, own * share)
+            _add(mean, key, one, _factor(engine, gradient, Kind.FRAME, 1, rank) / num_ranks)
     for kind, merged in _roles(engine, gradient):
         for key in _memory(codec.aggregator(merged)):
-            one = held.get((kind, merged, key), blank)
-            shared.setdefault(f"{kind.value}-{merged}", {})[key] = _all_sum(sync, one, exact=True)
+            own = held.get((kind, merged, key), blank)
+            if engine.keeper.offered(gradient.name, kind, merged, key) is not None:
+                own = own if engine.transport.rank == 0 else blank  # all were offered the same
+            one = _all_sum(sync, own)
+            shared.setdefault(_role(kind, merged), {})[key] = one
             if key in UNSENT:
-                _add(mean, key, one * (_factor(engine, gradient, kind, merged) / num_ranks))
-    return workers, shared, {key: _all_sum(sync, value) for key, value in mean.items()}
+                _add(mean, key, one, _factor(engine, gradient, kind, merged) / num_ranks)
+    return workers, shared, mean
 
 
-def _add(mean: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> None:
+def _add(mean: dict[str, torch.Tensor], key: str, value: torch.Tensor, share: float) -> None:
     key = UNSENT[0] if key in UNSENT else key
-    mean[key] = mean[key] + value if key in mean else value
+    mean[key] = torch.add(mean[key], value, alpha=share) if key in mean else value * share
 
 
 def _memory(codec: Codec) -> list[str]:
@@ -217,14 +256,16 @@ def _roles(engine: Engine, gradient: Gradient) -> list[tuple[Kind, int]]:
     return sorted(found)
 
 
-def _factor(engine: Engine, gradient: Gradient, kind: Kind, merged: int) -> int:
-    """How many ranks' gradients are in what is encoded."""
+def _factor(
+    engine: Engine, gradient: Gradient, kind: Kind, merged: int, rank: int | None = None
+) -> int:
+    """How many ranks' gradients are in what a rank (this one if None) encodes."""
     if kind is Kind.BACK:
         return len(engine.hosts)
     if kind is Kind.PARTIAL:
         return merged
     if gradient.choice.strategy == "hierarchical":
-        return engine.hosts.count(engine.hosts[engine.transport.rank])
+        return engine.hosts.count(engine.hosts[engine.transport.rank if rank is None else rank])
     return 1
 
 
@@ -234,8 +275,8 @@ def _all_gather(sync: Sync, own: torch.Tensor) -> list[torch.Tensor]:
     return [one.cpu() for one in found]
 
 
-def _all_sum(sync: Sync, own: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
-    """The sum over ranks; exact: of values of which one rank holds each, to the last bit."""
+def _all_sum(sync: Sync, own: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of values of which one rank holds each, to the last bit."""
     total = own.clone()
-    dist.all_reduce(total.view(torch.int32) if exact else total, group=sync.process_group)
+    dist.all_reduce(total.view(torch.int32), group=sync.process_group)
     return total.cpu()

@@ -63,6 +63,8 @@ class Rules:
             )
         if reason:
             return Choice(codec=NONE, strategy="ps", reason=reason)
+        if self.codec.name == "none":
+            return Choice(codec=NONE, strategy=self.strategy, reason="codec 'none' was asked for")
         return Choice(codec=self.codec, strategy=self.strategy)
 
     def _reason(self, name: str, parameter: torch.Tensor, sparse: frozenset[str]) -> str:

@@ -10,15 +10,18 @@ DDP takes one hook, once. So all that changes during a run (warm-up, `detach`) c
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from hipress import settings as hipress_settings
 from hipress.casync.engine import Engine, Options
 from hipress.casync.pieces import GPU_SHARE_NUMEL, Dealer, Place
 from hipress.casync.recipe import piece_numel
@@ -82,6 +85,7 @@ class Settings:
     writer: Any = None
     optimizer: torch.optim.Optimizer | None = None
     scaler: Any = None
+    seed: int = 0
     finds_unused: bool = False
     """Whether some parameters may take no part in a step."""
     bucket_numel: int = 25 * 2**18
@@ -124,6 +128,8 @@ class Sync:
         self._flushes = False
         self._detached = False
         self._failure: BaseException | None = None
+        self._is_heard = False
+        """Whether the training loop has been told of a failure."""
         self._under_way: list[tuple[list[Group], torch.Tensor]] = []
         """The buckets of this step."""
 
@@ -162,9 +168,7 @@ class Sync:
         engine = self.engine
         module = None if self._module is None else self._module()
         if module is None:
-            raise UsageError(
-                "timeline needs the model; use hipress.attach, or comm_hook(model=...)."
-            )
+            raise UsageError("timeline needs the model, which a bare hook does not know; attach.")
         problem = None
         try:
             if engine.transport.rank == 0:
@@ -197,7 +201,8 @@ class Sync:
 
     def open(self, device: torch.device) -> Engine:
         """Makes the engine, on all ranks."""
-        self._engine = engine_of(self.process_group, device, Options())
+        self._engine = engine_of(self.process_group, device, Options(), self.settings.seed)
+        self._engine.on_lost = self._on_lost
         self._dealer = Dealer(self._engine.transport.num_ranks)
         return self._engine
 
@@ -224,9 +229,7 @@ class Sync:
                     piece_numel(choice.codec, parameter.device, self._engine.options),
                     max(self.settings.bucket_numel // num_ranks, least),
                 )
-                if choice.partitions is not None:
-                    most = -(-numel // choice.partitions)
-                places = self._dealer.place(numel, most)
+                places = self._dealer.place(numel, most, choice.partitions)
             gradient = Gradient(name=name, parameter=parameter, choice=choice, places=places)
             self.gradients[name] = gradient
             self._by_parameter[id(parameter)] = gradient
@@ -259,6 +262,13 @@ class Sync:
 
     def on_bucket(self, bucket: GradBucket) -> Future:
         """What DDP calls when a bucket's gradients are ready."""
+        try:
+            return self._on_bucket(bucket)
+        except BaseException:
+            self._is_heard = True
+            raise
+
+    def _on_bucket(self, bucket: GradBucket) -> Future:
         buffer = bucket.buffer()
         if not self.enabled or self._detached:
             return self._leave_to_torch(buffer)
@@ -281,6 +291,7 @@ class Sync:
             return self._leave_to_torch(buffer)
         if self._flushes:
             self.pay(groups, buffer, flush=True)
+            self._under_way.append((groups, buffer))
             return self._leave_to_torch(buffer)
         self.pay(groups, buffer)
         self._under_way.append((groups, buffer))
@@ -297,12 +308,15 @@ class Sync:
                 places=group.places if warm else None,
                 step=self.step,
                 lr_ratio=self._lr_ratios.get(id(first)) if group.wants_rate else None,
-                weights=[_flat(g.parameter) for g in group.gradients]
-                if group.wants_weights
-                else None,
+                weights=self._weights(group) if group.wants_weights else None,
             )
             futures.append(handle.future(buffer, partial(self._note_failure, buffer)))
         return futures[0] if len(futures) == 1 else _joined(futures, buffer)
+
+    def _weights(self, group: Group) -> list[torch.Tensor]:
+        """The parameters, in the unit of their gradients."""
+        flats = [_flat(gradient.parameter) for gradient in group.gradients]
+        return flats if self.scale is None else [flat * self.scale for flat in flats]
 
     def pay(self, groups: Sequence[Group], buffer: torch.Tensor, *, flush: bool = False) -> None:
         """Adds what is owed to gradients; with `flush` also what their codecs remember."""
@@ -356,16 +370,16 @@ class Sync:
     def _after_step(self) -> None:
         if self._failure is not None:
             # Here and not in the future, where torch would keep the text and lose the error.
+            self._is_heard = True
             raise self._failure
-        if self._flushes:
+        self._keep_unused()
+        # What was sent of a parameter that nobody used is sent again.
+        if self._flushes and not self.owed:
             self._flushes, self._detached = False, True
-            self.owed.clear()
             if self._tracer is not None:
                 self._tracer.finish()
             _log.info("detached after step %d: plain all-reduce from here on.", self.step)
-        else:
-            self._keep_unused()
-        if self.loaded is not None:
+        if self.loaded is not None and self.step > self.settings.warmup_steps:
             self.loaded = None
             self.engine.keeper.forget_offers()
         if self._tracer is not None:
@@ -376,6 +390,28 @@ class Sync:
             _log.info(log_line(self.step, stats))
             if self.settings.writer is not None:
                 write_scalars(self.settings.writer, self.step, stats)
+
+    def _on_lost(self, error: BaseException) -> None:
+        """A rank is gone. The training loop hears of it in backward, if it gets there: it may wait
+        for that rank in something that DDP sends itself, such as buffers, for half an hour."""
+        if self._detached:
+            return
+        _log.error(str(error))
+        timeout_s = hipress_settings.timeout_s()
+
+        def leave() -> None:
+            if not self._is_heard and not self._detached:
+                _log.critical(
+                    "this process ends: it did not come to the next exchange within %g s, and "
+                    "cannot, since %s",
+                    timeout_s, error,
+                )  # fmt: skip
+                logging.shutdown()
+                os._exit(1)
+
+        timer = threading.Timer(timeout_s, leave)
+        timer.daemon = True
+        timer.start()
 
     def _keep_unused(self) -> None:
         """DDP throws away what was sent of a parameter that no rank used: it is still owed."""
@@ -405,7 +441,8 @@ class Sync:
         module = None if self._module is None else self._module()
         named = [(name, g.parameter) for name, g in self.gradients.items()]
         if module is not None:  # with those that DDP knows nothing of
-            named = [(selection.clean(name), p) for name, p in module.named_parameters()]
+            inner = cast(nn.Module, module.module)
+            named = [(selection.clean(name), p) for name, p in inner.named_parameters()]
         self.engine.agree(f"the replica check of step {self.step}", replicas.digests(named))
 
     def _follow_scale(self) -> None:
@@ -416,10 +453,7 @@ class Sync:
         if self.scale is not None and scale != self.scale:
             ratio = scale / self.scale
             self.engine.settle()
-            for _, state in self.engine.keeper:
-                for name, held in state.items():
-                    if name != "weight":
-                        held.mul_(ratio)
+            self.engine.keeper.scale(ratio)
             for owed in self.owed.values():
                 owed.mul_(ratio)
         self.scale = scale

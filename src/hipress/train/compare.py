@@ -68,18 +68,26 @@ def compare(
     """
     names = names_of(expressions)
     check(task, names, num_workers=num_workers, folder=folder)
-    runs: dict[str, list[Run]] = {name: [] for name in names}
     todo = [
         _Job(expression=name, task=task, seed=seed, num_workers=num_workers, folder=folder)
         for seed in range(num_seeds)
         for name in names
     ]
+    runs = []
     for run in _run_all(todo, jobs):
-        runs[run.codec].append(run)
+        runs.append(run)
         on_run(f"{task.data}, {run.codec}, seed {run.seed}")
-    for group in runs.values():  # several jobs end in any order
-        group.sort(key=lambda run: run.seed)
-    return [_row(task, num_workers, runs[name], runs[PLAIN]) for name in names]
+    return rows(task, names, runs, num_workers=num_workers)
+
+
+def rows(
+    task: Task, names: Sequence[str], runs: Sequence[Run], *, num_workers: int
+) -> list[dict[str, Any]]:
+    """One row for each of the names, of which plain averaging must be one."""
+    # Several jobs end in any order.
+    ordered = sorted(runs, key=lambda run: run.seed)
+    by_name = {name: [run for run in ordered if run.codec == name] for name in names}
+    return [_row(task, num_workers, by_name[name], by_name[PLAIN]) for name in names]
 
 
 def check(
@@ -93,7 +101,7 @@ def check(
     for expression in expressions:
         if expression != PLAIN:
             hipress.codec(expression)
-    task.check(_loaded(task.data, folder), num_workers)
+    task.check(loaded(task.data, folder), num_workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +129,13 @@ def _run_all(todo: list[_Job], jobs: int) -> Iterator[Run]:
 
 
 def _run(job: _Job) -> Run:
-    data = _loaded(job.task.data, job.folder)
+    data = loaded(job.task.data, job.folder)
     return train(job.expression, job.task, data, seed=job.seed, num_workers=job.num_workers)
 
 
 @lru_cache(maxsize=1)
-def _loaded(name: str, folder: Path | None) -> DataSet:
+def loaded(name: str, folder: Path | None) -> DataSet:
+    """A data set by name; the last one is kept."""
     return data_sets.load(name, folder)
 
 
@@ -143,8 +152,8 @@ def _row(task: Task, num_workers: int, runs: list[Run], plain: list[Run]) -> dic
         "num_workers": num_workers,
         "num_steps": task.num_steps,
         "rate": task.rate,
-        "ratio_out": round(plain[0].bytes_out / runs[0].bytes_out, 2),
-        "ratio_back": round(plain[0].bytes_out / runs[0].bytes_back, 2),
+        "ratio_out": _times(plain[0].bytes_out, runs[0].bytes_out),
+        "ratio_back": _times(plain[0].bytes_out, runs[0].bytes_back),
         "accuracy": round(statistics.fmean(ends), 2),
         "accuracies": [round(end, 2) for end in ends],
         "difference": round(difference, 2),
@@ -154,3 +163,8 @@ def _row(task: Task, num_workers: int, runs: list[Run], plain: list[Run]) -> dic
         "curve_steps": list(runs[0].steps),
         "curves": [[round(point, 2) for point in run.accuracy] for run in runs],
     }
+
+
+def _times(plain_bytes: float | None, num_bytes: float | None) -> float | None:
+    """How many times smaller; None where the two ways were not counted."""
+    return None if plain_bytes is None or num_bytes is None else round(plain_bytes / num_bytes, 2)

@@ -1,16 +1,18 @@
 """Does training still reach the accuracy? One run with one codec, on real data.
 
-Several virtual workers share one process. In each step every worker takes its own batch and the
-gradient goes the way it goes in a real sync: encode at each worker, decode and add in rank order at
-the aggregator, encode the mean with the aggregator's codec, decode at every worker.
+`follow` is the training, whoever the workers are. With `train` several virtual workers share one
+process. In each step every worker takes its own batch and the gradient goes the way it goes in a
+real sync: encode at each worker, decode and add in rank order at the aggregator, encode the mean
+with the aggregator's codec, decode at every worker. In `real_worker` every worker is a process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from hipress.train.virtual_sync import VirtualSync
 
 MOMENTUM = 0.9
 """Of the optimizer; it is off for parameters whose codec brings its own."""
+NUM_POINTS = 16
+"""How often the test accuracy is taken in a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +97,25 @@ class Run:
     """Where the test accuracy was taken; the last one is the end."""
     accuracy: tuple[float, ...]
     """In percent, at those steps."""
-    bytes_out: float
-    """What one worker sends per step, exempt parameters included."""
-    bytes_back: float
-    """What the aggregator answers per step."""
+    bytes_out: float | None = None
+    """What one virtual worker sends per step, exempt parameters included."""
+    bytes_back: float | None = None
+    """What the virtual workers' aggregator answers per step."""
+
+
+class Workers(Protocol):
+    """Who makes the gradients of a run: all workers in this process, or one rank of several."""
+
+    model: nn.Module
+    optimizer: torch.optim.SGD
+
+    def backward(self, batches: list[Tensor], step: int) -> None:
+        """Give every parameter the mean gradient of all workers.
+
+        Args:
+            batches: For each worker in rank order, its images; the optimizer has the step's rate.
+            step: Of training, from 0.
+        """
 
 
 @contextmanager
@@ -111,6 +130,48 @@ def _one_thread() -> Iterator[None]:
 
 
 @_one_thread()
+def follow(
+    workers: Workers,
+    expression: str,
+    task: Task,
+    data: DataSet,
+    *,
+    seed: int,
+    num_workers: int,
+    num_points: int = NUM_POINTS,
+    on_point: Callable[[int], None] = lambda num_steps: None,
+) -> Run:
+    """Train, and take the test accuracy along the way.
+
+    Args:
+        workers: They have the model.
+        expression: Of their codec.
+        task: The number of steps and the rate.
+        data: The data set of that task.
+        seed: Decides the batches.
+        num_workers: How many gradients are averaged in a step.
+        num_points: How often the test accuracy is taken, after the first weights'.
+        on_point: Told each time after how many steps.
+    """
+    batches = _batches(len(data.train_labels), task, num_workers, seed)
+    points = [round(task.num_steps * (k + 1) / num_points) for k in range(num_points)]
+    accuracies = {0: accuracy(workers.model, data)}
+    for step in range(task.num_steps):
+        for group in workers.optimizer.param_groups:
+            group["lr"] = task.rate_at(step)
+        workers.backward(next(batches), step)
+        workers.optimizer.step()
+        if step + 1 in points:
+            accuracies[step + 1] = accuracy(workers.model, data)
+            on_point(step + 1)
+    return Run(
+        codec=expression,
+        seed=seed,
+        steps=tuple(accuracies),
+        accuracy=tuple(accuracies.values()),
+    )
+
+
 def train(
     expression: str,
     task: Task,
@@ -118,9 +179,9 @@ def train(
     *,
     seed: int = 0,
     num_workers: int = 4,
-    num_points: int = 16,
+    num_points: int = NUM_POINTS,
 ) -> Run:
-    """Train with one codec and return the test accuracy along the way.
+    """Train virtual workers with one codec and return the test accuracy along the way.
 
     Args:
         expression: A codec, or `PLAIN`.
@@ -132,32 +193,45 @@ def train(
         num_points: How often the test accuracy is taken.
     """
     task.check(data, num_workers)
-    model = make_model(task, data, seed)
-    parameters = list(model.parameters())
-    sync = VirtualSync(expression, parameters, num_workers=num_workers, seed=seed)
-    optimizer = make_optimizer(parameters, sync.has_momentum)
-    batches = _batches(len(data.train_labels), task, num_workers, seed)
-    points = [round(task.num_steps * (k + 1) / num_points) for k in range(num_points)]
-    accuracies = {0: accuracy(model, data)}
-    for step in range(task.num_steps):
-        gradients = [_gradient(model, parameters, data, batch) for batch in next(batches)]
-        rate = task.rate_at(step)
-        means = sync.average(gradients, step, task.rate_at(max(step - 1, 0)) / rate)
-        for parameter, mean in zip(parameters, means, strict=True):
-            parameter.grad = mean
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        if step + 1 in points:
-            accuracies[step + 1] = accuracy(model, data)
-    return Run(
-        codec=expression,
+    workers = _VirtualWorkers(expression, task, data, seed=seed, num_workers=num_workers)
+    run = follow(
+        workers,
+        expression,
+        task,
+        data,
         seed=seed,
-        steps=tuple(accuracies),
-        accuracy=tuple(accuracies.values()),
-        bytes_out=sync.bytes_out / task.num_steps,
-        bytes_back=sync.bytes_back / task.num_steps,
+        num_workers=num_workers,
+        num_points=num_points,
     )
+    return replace(
+        run,
+        bytes_out=workers.sync.bytes_out / task.num_steps,
+        bytes_back=workers.sync.bytes_back / task.num_steps,
+    )
+
+
+class _VirtualWorkers:
+    """All workers of a run, one after the other."""
+
+    def __init__(
+        self, expression: str, task: Task, data: DataSet, *, seed: int, num_workers: int
+    ) -> None:
+        self.task = task
+        self.data = data
+        self.model = make_model(task, data, seed)
+        self.parameters = list(self.model.parameters())
+        self.sync = VirtualSync(expression, self.parameters, num_workers=num_workers, seed=seed)
+        self.optimizer = make_optimizer(self.parameters, self.sync.has_momentum)
+
+    def backward(self, batches: list[Tensor], step: int) -> None:
+        gradients = [
+            torch.autograd.grad(loss(self.model, self.data, batch), self.parameters)
+            for batch in batches
+        ]
+        lr_ratio = self.task.rate_at(max(step - 1, 0)) / self.task.rate_at(step)
+        means = self.sync.average(gradients, step, lr_ratio)
+        for parameter, mean in zip(self.parameters, means, strict=True):
+            parameter.grad = mean
 
 
 def make_model(task: Task, data: DataSet, seed: int) -> nn.Module:
@@ -190,6 +264,12 @@ def accuracy(model: nn.Module, data: DataSet) -> float:
     return 100 * float((found == data.test_labels).float().mean())
 
 
+def loss(model: nn.Module, data: DataSet, batch: Tensor) -> Tensor:
+    """Of a model on some of the training images."""
+    logits = model(data.pixels(data.train_images[batch]))
+    return nn.functional.cross_entropy(logits, data.train_labels[batch])
+
+
 def _batches(num_images: int, task: Task, num_workers: int, seed: int) -> Iterator[list[Tensor]]:
     """For each step, the images of each worker: every epoch in a fresh order, each image once."""
     generator = torch.Generator().manual_seed(seed)
@@ -198,11 +278,3 @@ def _batches(num_images: int, task: Task, num_workers: int, seed: int) -> Iterat
         order = torch.randperm(num_images, generator=generator)
         for start in range(0, num_images - together + 1, together):
             yield list(torch.split(order[start : start + together], task.batch))
-
-
-def _gradient(
-    model: nn.Module, parameters: list[nn.Parameter], data: DataSet, batch: Tensor
-) -> tuple[Tensor, ...]:
-    logits = model(data.pixels(data.train_images[batch]))
-    loss = nn.functional.cross_entropy(logits, data.train_labels[batch])
-    return torch.autograd.grad(loss, parameters)
