@@ -311,7 +311,7 @@ def test_several_models_at_once(told):
     assert joint[0] != joint[1]
     assert all(result["steps"] == [4, 4] for result in results)
     bits, num_ranks, steps = one([results[0]["group"], results[2]["group"]])
-    assert (num_ranks, steps) == (2, 4) and bits not in joint
+    assert (num_ranks, steps) == (2, 5) and bits not in joint
 
 
 def test_a_codec_sees_the_weights(told):
@@ -516,7 +516,7 @@ def test_a_parameter_that_ddp_does_not_know_is_found(told):
 def test_the_check_calls_parameters_as_all_else_does(told):
     """Catches: a name that neither stats nor plans nor checkpoints know."""
     _, (_, text, _) = told.results("drifted", range(1))[0]
-    assert "differ in 3.weight (" in text
+    assert "parameter '3.weight' differs on rank 1 from rank 0;" in text
 
 
 def test_a_dead_rank_ends_backward_with_our_error(told):

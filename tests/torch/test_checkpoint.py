@@ -60,7 +60,8 @@ def told(tmp_path_factory):
             *({"id": f"owed {whole}", "do": "owed_saved", "ranks": 2, "folder": folder("owed"),
                "whole": whole} for whole in (True, False)),
             *({"id": name, "do": name, "ranks": 2}
-              for name in ("resume_scaled", "late_start", "bad_loads")),
+              for name in ("resume_scaled", "late_start", "bad_loads", "resume_rates",
+                           "other_scales", "detach_loaded")),
         ],
     ]  # fmt: skip
     with Lab(4, shaped=False) as lab:
@@ -113,6 +114,28 @@ def test_a_run_that_stops_as_the_scale_changes(told):
     for on, resumed, then, now in told.results("resume_scaled", range(2)):
         assert (then, now) == (1024.0, 2048.0)
         assert on == resumed
+
+
+def test_a_run_whose_learning_rate_falls_goes_on_bit_for_bit(told):
+    """Catches: a first step after the restart that does not know the rate before it."""
+    for on, resumed, without in told.results("resume_rates", range(2)):
+        assert on == resumed
+        assert on != without
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_a_scaler_may_come_and_go_with_a_restart(told, case):
+    """Catches: residuals in the units of a scale that no longer is."""
+    *changes, least = one([result[case] for result in told.results("other_scales", range(2))])
+    assert max(changes) < 1e-6 * -least
+    assert least < 0
+
+
+def test_what_was_loaded_is_sent_by_detach(told):
+    """Catches: residuals that were loaded, that no step has taken up, and that detach drops."""
+    with_it, without = one(told.results("detach_loaded", range(2)))
+    assert max(with_it.values()) < ROUNDING
+    assert max(without.values()) > 1e-3
 
 
 # --- other ranks, other codecs --------------------------------------------------------------------

@@ -41,6 +41,7 @@ class Council:
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._count = 0
+        self._num_gathers = 0
 
     def agree(self, what: str, facts: Mapping[str, Any], *, told: Any = None) -> list[Any]:
         """Returns when all ranks have the same facts: what each was `told` to share besides.
@@ -75,8 +76,8 @@ class Council:
         Raises:
             PeerError: A rank did not come in time.
         """
-        self._count += 1
-        base = f"gather/{self._count}"
+        self._num_gathers += 1
+        base = f"gather/{self._num_gathers}"
         # In parts: a store refuses values of many megabytes.
         parts = [payload[at : at + PART_BYTES] for at in range(0, len(payload), PART_BYTES)]
         for k, part in enumerate(parts):

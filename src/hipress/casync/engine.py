@@ -50,7 +50,7 @@ class Stats:
     gradient_bytes: int = 0
     """Of the tensors that were given, as float32."""
     sent_bytes: int = 0
-    """Handed to the transport, headers of frames among them; not what an all-reduce sends."""
+    """Handed to the transport, headers of frames among them; of an all-reduce what a ring sends."""
     received_bytes: int = 0
     num_messages: int = 0
     """Sent."""
@@ -93,6 +93,7 @@ class Engine:
         self.device = torch.device(device)
         self.options = options or Options()
         self.stats = Stats()
+        self.is_closed = False
         self.on_lost: Callable[[BaseException], None] = lambda error: None
         """Told, from another thread, that a rank is gone."""
         self.keeper = Keeper()
@@ -238,6 +239,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine; its jobs must be done."""
+        self.is_closed = True
         self._health.close()
         self.executor.close()
         self._settler.close()
@@ -294,16 +296,23 @@ class Engine:
         return handle
 
     def _fail(self, error: BaseException) -> None:
-        self.on_lost(error)
         if (executor := getattr(self, "executor", None)) is not None:
             executor.fail(error)
+        self.on_lost(error)
 
     def _count(self, job: Job) -> None:
         stats = self.stats
         stats.num_syncs += 1
         stats.gradient_bytes += 4 * sum(job.recipe.numels)
-        stats.sent_bytes += job.bound.sent_bytes
-        stats.received_bytes += job.bound.received_bytes
+        sent, received = job.bound.sent_bytes, job.bound.received_bytes
+        if job.recipe.is_plain:
+            # What an all-reduce sends at least: gloo's and NCCL's rings do not send more.
+            num_ranks = self.transport.num_ranks
+            element = torch.empty(0, dtype=job.recipe.dtype).element_size()
+            numel = sum(job.recipe.numels)
+            sent = received = 2 * (num_ranks - 1) * element * numel // num_ranks
+        stats.sent_bytes += sent
+        stats.received_bytes += received
         stats.num_messages += job.bound.num_messages
 
     def _job(self, recipe: Recipe, key: tuple[Any, ...]) -> Job:

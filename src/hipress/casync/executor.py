@@ -112,7 +112,8 @@ class Executor(Running):
             waits.put(None)
         # A daemon thread that returns to Python while that shuts down aborts the process.
         for thread in self._threads:
-            thread.join(CLOSE_S)
+            if thread is not threading.current_thread():
+                thread.join(CLOSE_S)
 
     def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -87,36 +88,16 @@ class Handle:
     def future(
         self, value: Any, on_error: Callable[[BaseException], None] | None = None
     ) -> torch.futures.Future[Any]:
-        """The same as torch's future, which gives `value`.
+        """The same as torch's future (see `joint`)."""
+        return joint([self], value, on_error)
 
-        Args:
-            value: What it gives.
-            on_error: Told of an error, and then the future gives `value` all the same; without
-                it the future raises the error.
-        """
-        stream = self._stream
-        future: torch.futures.Future[Any] = torch.futures.Future(
-            devices=[stream.device] if stream is not None else None
-        )
-
-        def settle() -> None:
-            if self._error is not None and on_error is not None:
-                on_error(self._error)
-                future.set_result(value)
-            elif self._error is not None:
-                future.set_exception(self._error)
-            elif stream is None:
-                future.set_result(value)
-            else:
-                with torch.cuda.stream(stream):
-                    future.set_result(value)
-
+    def on_end(self, call: Callable[[BaseException | None], None]) -> None:
+        """Calls back when it has ended, with the error if there is one."""
         with self._lock:
             if not self._ended.is_set():
-                self._callbacks.append(settle)
-                return future
-        settle()
-        return future
+                self._callbacks.append(lambda: call(self._error))
+                return
+        call(self._error)
 
     def end(self, error: BaseException | None) -> None:
         """Called once by the engine: with None, or with why it failed."""
@@ -131,3 +112,46 @@ class Handle:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             self._settler.put(callback)
+
+
+def joint(
+    handles: Sequence[Handle],
+    value: Any,
+    on_error: Callable[[BaseException], None] | None = None,
+) -> torch.futures.Future[Any]:
+    """A future of torch's that gives `value` when all of some synchronisations have ended.
+
+    On a GPU it carries the stream they end on: torch's own way to join futures would drop it.
+
+    Args:
+        handles: Of one engine.
+        value: What it gives.
+        on_error: Told of an error, and then the future gives `value` all the same; without it
+            the future raises the error.
+    """
+    stream = handles[0]._stream
+    future: torch.futures.Future[Any] = torch.futures.Future(
+        devices=[stream.device] if stream is not None else None
+    )
+    left = len(handles)
+    lock = threading.Lock()
+    failure: BaseException | None = None
+
+    def one_ended(error: BaseException | None) -> None:
+        nonlocal left, failure
+        with lock:
+            failure = failure or error
+            left -= 1
+            if left:
+                return
+        if failure is not None and on_error is None:
+            future.set_exception(failure)
+            return
+        if failure is not None and on_error is not None:
+            on_error(failure)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            future.set_result(value)
+
+    for handle in handles:
+        handle.on_end(one_ended)
+    return future

@@ -71,6 +71,8 @@ class Health:
             return
         self._closed.set()
         if self._num_ranks > 1:
+            if self._thread is threading.current_thread():  # it frees the last who held it
+                return
             self._thread.join(MISSED_BEATS * self._beat_s)
             if self._thread.is_alive():
                 return  # it is stuck in the store, and so would this be

@@ -67,7 +67,7 @@ class Keeper:
                 state[name].copy_(value[key.start : key.stop])
 
     def offered(self, gradient: str, kind: Kind, merged: int, name: str) -> torch.Tensor | None:
-        """What was offered and not taken up yet."""
+        """What was offered, until offers are forgotten."""
         return self._offers.get((gradient, kind, merged), {}).get(name)
 
     def scale(self, factor: float) -> None:

@@ -50,7 +50,8 @@ class OrderedExecutor(Running):
         """Ends the thread; jobs that are under way fail."""
         self.fail(UsageError("this engine is closed; make another."))
         self._jobs.put(None)
-        self._thread.join(CLOSE_S)
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         try:

@@ -94,7 +94,13 @@ class Recipe:
         bulk = options.bulk and (self.is_plain or isinstance(self.codec, ProgramCodec))
         if self.places is not None and not self.is_plain:
             small = pieces.BULK_NUMEL if bulk else 0
-            return pieces.arrange(self.places, piece_numel=numel, bulk_numel=small)
+            layout = pieces.arrange(self.places, piece_numel=numel, bulk_numel=small)
+            if len(layout.routes) > MAX_PIECES:
+                raise UsageError(
+                    f"{len(self.numels)} gradients make {len(layout.routes)} messages, more than "
+                    f"{MAX_PIECES} in one call; give DDP smaller buckets, or exclude small ones."
+                )
+            return layout
         while True:
             layout = pieces.cut(
                 self.numels,

@@ -90,8 +90,7 @@ def _run(
     )
     agree = ranks_agree(list(worker.model.parameters()))
     sent = worker.sync.stats().sent_bytes / config.num_steps
-    if name == PLAIN or (name, config.strategy) == ("none", "allreduce"):
-        # The transport's own sum, of which the engine's count knows nothing.
+    if name == PLAIN:  # no exchange of ours counts it
         sent = config.all_reduce_bytes
     counted = (interface.sent_bytes() - before) / config.num_steps
     means = torch.tensor([sent, counted], dtype=torch.float64) / config.num_hosts

@@ -256,9 +256,6 @@ class _Worker:
         """Bytes of one step, the most that a rank sent, by both counts; memory; the loss."""
         steps, repeats = self.config.steps, self.config.repeats
         wire = one.sent_bytes / repeats
-        if one.codec == "none" and one.strategy == "allreduce":
-            # The transport's own sum, of which the engine's count knows nothing.
-            wire = self.config.all_reduce_bytes * steps
         interface = self.interface.per_sample(one.interface_bytes, repeats)
         deviation = -1.0
         if one.sync is not None:

@@ -122,10 +122,15 @@ def attach(
     if not named:
         raise UsageError("the model has no parameter that is trained; there is nothing to attach.")
     engine = sync.open(named[0][1].device)
-    # Backward makes the gradients of the last layers first.
-    sync.register(reversed(named), selection.sparse_names(ddp.module))
-    engine.agree("attach", _facts(sync, ddp))
-    _register(ddp, sync)
+    try:
+        # Backward makes the gradients of the last layers first.
+        sync.register(reversed(named), selection.sparse_names(ddp.module))
+        engine.agree("attach", _facts(sync, ddp))
+        _register(ddp, sync)
+    except BaseException:
+        engine.close()
+        raise
+    sync.others = frozenset(everything) - set(sync.gradients)
     sync.watch(ddp)
     sync.tell()
     return sync

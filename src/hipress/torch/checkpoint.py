@@ -1,6 +1,6 @@
 """What the codecs remember, as a checkpoint: all ranks' of it, by parameter name.
 
-    version, world_size, hosts, step, scale
+    version, world_size, hosts, step, scale, rates
     gradients   name: number of elements, codec, strategy
     ranks       rank, name: what that rank's worker remembers, one value for each element
     shared      name, role: what is remembered of means (the way back, a ring's hops), of which
@@ -13,7 +13,7 @@ All is by element, nothing by piece or bucket: how gradients are cut may change 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from hipress.casync import strategies
 from hipress.casync.engine import Engine
 from hipress.casync.graph import Kind, Verb
-from hipress.casync.keeper import Key
 from hipress.casync.recipe import RANDOM_KEYS, codes_local
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError
@@ -30,17 +29,22 @@ from hipress.errors import UsageError
 if TYPE_CHECKING:
     from hipress.torch.sync import Gradient, Sync
 
+_log = logging.getLogger("hipress")
+
 VERSION = 1
 UNSENT = ("residual", "added_residual")
 """What was not sent yet, and must be; the rest is an average of the past."""
 
 
-def unsent(engine: Engine, gradient: Gradient) -> Iterator[tuple[Key, torch.Tensor]]:
+def unsent(engine: Engine, gradient: Gradient) -> torch.Tensor:
     """What this rank must add to its gradient so that the mean over ranks has all of it."""
-    for key, state in engine.keeper.of(gradient.name).items():
-        for name in UNSENT:
-            if name in state:
-                yield key, state[name] * _factor(engine, gradient, key.kind, key.merged)
+    parameter = gradient.parameter
+    total = torch.zeros(parameter.numel(), device=parameter.device)
+    held = engine.keeper.whole(gradient.name, parameter.numel(), parameter.device)
+    for (kind, merged, key), value in held.items():
+        if key in UNSENT and _is_own(engine, gradient, kind, merged, key):
+            total.add_(value, alpha=_factor(engine, gradient, kind, merged))
+    return total
 
 
 def save(sync: Sync) -> dict[str, Any]:
@@ -51,6 +55,7 @@ def save(sync: Sync) -> dict[str, Any]:
         "hosts": "0",
         "step": sync.step,
         "scale": sync.scale,
+        "rates": {},
         "gradients": {},
         "ranks": {},
         "shared": {},
@@ -58,12 +63,18 @@ def save(sync: Sync) -> dict[str, Any]:
         "owed": {name: owed.to("cpu", copy=True) for name, owed in sync.owed.items()},
     }
     if sync._engine is None:
-        return found
+        return found if sync.loaded is None else sync.loaded
     engine = sync._engine
     engine.settle()
     engine.agree("state_dict", {"step": sync.step, "gradients": list(sync.gradients)})
     num_ranks = found["world_size"] = engine.transport.num_ranks
     found["hosts"] = _hosts(engine)
+    optimizer = sync.settings.optimizer
+    for group in optimizer.param_groups if optimizer is not None else ():
+        known = {id(g.parameter): name for name, g in sync.gradients.items()}
+        for name in (known[id(p)] for p in group["params"] if id(p) in known):
+            # Also before the first step: DCP loads what a fresh run would save.
+            found["rates"][name] = sync.rates.get(name, float(group["lr"]))
     found["ranks"] = {str(rank): {} for rank in range(num_ranks)}
     for name, gradient in sync.gradients.items():
         if not gradient.is_compressed:
@@ -87,16 +98,21 @@ def save(sync: Sync) -> dict[str, Any]:
 def load(sync: Sync, state: dict[str, Any]) -> None:
     """Takes a checkpoint over, or raises and leaves everything as it was."""
     _check(state)
-    if not sync.enabled:
+    if not sync.enabled or sync._detached:
+        _log.warning(
+            "what the checkpoint's residuals hold is left out: the exchange is %s.",
+            "detached" if sync.enabled else "not enabled",
+        )
         return
-    if sync.gradients:
-        _check_fit(sync, state)
+    for name, facts in state["gradients"].items() if sync.gradients else ():
+        _check_fit(sync, state, name, facts)
     if sync._engine is not None:
         sync._engine.settle()
         sync._engine.agree(
             "load_state_dict", {"step": state["step"], "world_size": state["world_size"]}
         )
     sync.step, sync.scale = int(state["step"]), state["scale"]
+    sync.rates = {}
     sync.owed = {name: owed.clone() for name, owed in state["owed"].items() if owed.any()}
     sync.loaded = state
     if sync._engine is not None:
@@ -111,6 +127,9 @@ def restore(sync: Sync, gradient: Gradient) -> None:
     if state is None or name not in state["gradients"]:
         return
     facts = state["gradients"][name]
+    _check_fit(sync, state, name, facts)
+    if name in state["rates"]:
+        sync.rates[name] = state["rates"][name]
     choice = gradient.choice
     same = (choice.codec.name, choice.strategy) == (facts["codec"], facts["strategy"])
     same = same and state["world_size"] == engine.transport.num_ranks
@@ -148,7 +167,7 @@ def _share_out(
 
 def _check(state: dict[str, Any]) -> None:
     kinds: dict[str, Any] = {
-        "version": int, "world_size": int, "hosts": str, "step": int, "scale": float | None,
+        "version": int, "world_size": int, "hosts": str, "step": int, "scale": float, "rates": dict,
         "gradients": dict, "ranks": dict, "shared": dict, "mean": dict, "owed": dict,
     }  # fmt: skip
     given = state if isinstance(state, dict) else {}
@@ -167,30 +186,32 @@ def _check(state: dict[str, Any]) -> None:
         )
 
 
-def _check_fit(sync: Sync, state: dict[str, Any]) -> None:
+def _check_fit(sync: Sync, state: dict[str, Any], name: str, facts: Any) -> None:
     """Refuses the checkpoint of another model."""
-    for name, facts in state["gradients"].items():
-        if name not in sync.gradients:
-            raise UsageError(
-                f"the checkpoint holds what was not sent of {name!r}, which this model does not "
-                "have; load the checkpoint of this model."
-            )
-        numel = sync.gradients[name].parameter.numel()
-        if not isinstance(facts, dict) or numel != facts.get("numel"):
-            found = facts.get("numel") if isinstance(facts, dict) else facts
-            raise UsageError(
-                f"the checkpoint's {name!r} has {found} elements and this model's has {numel}; "
-                "load the checkpoint of this model."
-            )
-        tensors = [state["mean"].get(name), state["shared"].get(name)]
-        num_ranks = sync.engine.transport.num_ranks
-        if num_ranks == state["world_size"]:  # of another number only the mean is needed
-            tensors += [state["ranks"].get(str(r), {}).get(name) for r in range(num_ranks)]
-        if not all(isinstance(one, dict) for one in tensors):
-            raise UsageError(
-                f"the checkpoint lacks what some rank kept of {name!r}; it is damaged: load an "
-                "older one."
-            )
+    if name in sync.others:
+        _log.warning("what was not sent of %r is left out: it is not trained any more.", name)
+        return
+    if name not in sync.gradients:
+        raise UsageError(
+            f"the checkpoint holds what was not sent of {name!r}, which this model does not have; "
+            "load the checkpoint of this model."
+        )
+    numel = sync.gradients[name].parameter.numel()
+    if not isinstance(facts, dict) or numel != facts.get("numel"):
+        found = facts.get("numel") if isinstance(facts, dict) else facts
+        raise UsageError(
+            f"the checkpoint's {name!r} has {found} elements and this model's has {numel}; load "
+            "the checkpoint of this model."
+        )
+    tensors = [state["mean"].get(name), state["shared"].get(name)]
+    num_ranks = sync.engine.transport.num_ranks
+    if num_ranks == state["world_size"]:  # of another number only the mean is needed
+        tensors += [state["ranks"].get(str(r), {}).get(name) for r in range(num_ranks)]
+    if not all(isinstance(one, dict) for one in tensors):
+        raise UsageError(
+            f"the checkpoint lacks what some rank kept of {name!r}; it is damaged: load an older "
+            "one."
+        )
 
 
 def _hosts(engine: Engine) -> str:
@@ -222,13 +243,20 @@ def _gathered(
     for kind, merged in _roles(engine, gradient):
         for key in _memory(codec.aggregator(merged)):
             own = held.get((kind, merged, key), blank)
-            if engine.keeper.offered(gradient.name, kind, merged, key) is not None:
-                own = own if engine.transport.rank == 0 else blank  # all were offered the same
+            if not _is_own(engine, gradient, kind, merged, key):
+                own = blank
             one = _all_sum(sync, own)
             shared.setdefault(_role(kind, merged), {})[key] = one
             if key in UNSENT:
                 _add(mean, key, one, _factor(engine, gradient, kind, merged) / num_ranks)
     return workers, shared, mean
+
+
+def _is_own(engine: Engine, gradient: Gradient, kind: Kind, merged: int, key: str) -> bool:
+    """Whether this rank counts for what is remembered: all ranks were offered what is shared."""
+    if kind is Kind.FRAME or engine.transport.rank == 0:
+        return True
+    return engine.keeper.offered(gradient.name, kind, merged, key) is None
 
 
 def _add(mean: dict[str, torch.Tensor], key: str, value: torch.Tensor, share: float) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+
+from hipress.errors import AgreementError
 
 COLUMNS = 4096
 """Words of a row: sums over rows and over columns tell where a word stands."""
@@ -34,6 +36,30 @@ def digest(value: torch.Tensor) -> int:
 def digests(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """One for each parameter, as text."""
     return {name: f"{digest(value) & (2**64 - 1):016x}" for name, value in named}
+
+
+def compare(told: Sequence[Mapping[str, str]], step: int) -> None:
+    """Raises where ranks hold different parameters.
+
+    Args:
+        told: The digests of each rank.
+        step: For the error.
+    """
+    first = told[0]
+    for name in first:
+        ranks = [rank for rank, one in enumerate(told) if one.get(name) != first[name]]
+        if ranks:
+            others = sum(any(one.get(n) != first[n] for one in told) for n in first) - 1
+            more = f", and so do {others} more" if others else ""
+            names = ", ".join(map(str, ranks))
+            who = f"ranks {names}" if len(ranks) > 1 else f"rank {names}"
+            raise AgreementError(
+                f"the replica check of step {step} failed: parameter {name!r} differs on {who} "
+                f"from rank 0{more}; something changes it on some ranks only (a seed, an "
+                "'if rank == 0', a parameter unfrozen after DDP was built): restart from a "
+                "checkpoint.",
+                ranks=tuple(ranks),
+            )
 
 
 def _weighted(values: torch.Tensor) -> torch.Tensor:

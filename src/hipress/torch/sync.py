@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import nn
 
 from hipress import settings as hipress_settings
 from hipress.casync.engine import Engine, Options
+from hipress.casync.handle import joint
 from hipress.casync.pieces import GPU_SHARE_NUMEL, Dealer, Place
 from hipress.casync.recipe import piece_numel
 from hipress.casync.world import engine_of
@@ -112,22 +114,27 @@ class Sync:
         """By name, those that a codec works on and those that are left alone."""
         self.owed: dict[str, torch.Tensor] = {}
         """What each rank must add to its next gradient, the same on all."""
-        self.scale: float | None = None
+        self.scale = 1.0
         """The loss scale that the codecs' memory is in."""
         self.loaded: dict[str, Any] | None = None
         """A checkpoint, until the step after it is done."""
+        self.others: frozenset[str] = frozenset()
+        """Parameters without a gradient: frozen, or ignored by DDP."""
         self._by_parameter: dict[int, Gradient] = {}
         self._dealer: Dealer | None = None
         self._engine: Engine | None = None
         self._tracer: Tracer | None = None
         self._module: weakref.ref[nn.Module] | None = None
         self._buckets: dict[int, tuple[tuple[int, ...], list[Group]]] = {}
-        self._rates: dict[int, float] = {}
-        self._lr_ratios: dict[int, float] = {}
+        self.rates: dict[str, float] = {}
+        """The learning rate of the last step, by gradient."""
+        self._lr_ratios: dict[str, float] = {}
         self._plain_bytes = 0
         self._flushes = False
         self._detached = False
         self._failure: BaseException | None = None
+        self._inside_since: float | None = None
+        """When the training loop went into DDP, if it has not come out."""
         self._is_heard = False
         """Whether the training loop has been told of a failure."""
         self._under_way: list[tuple[list[Group], torch.Tensor]] = []
@@ -165,6 +172,8 @@ class Sync:
             path: Of the JSON file; open it at https://ui.perfetto.dev.
             steps: How many.
         """
+        if self._detached:
+            raise UsageError("this exchange is detached; there is nothing to record.")
         engine = self.engine
         module = None if self._module is None else self._module()
         if module is None:
@@ -211,6 +220,9 @@ class Sync:
         self._module = weakref.ref(module)
         if self._engine is not None:
             weakref.finalize(module, self._engine.close)
+        if getattr(module, "broadcast_buffers", False) and next(module.buffers(), None) is not None:
+            module.register_forward_pre_hook(self._go_in)
+            module.register_forward_hook(self._come_out, always_call=True)
 
     def register(
         self, named: Iterable[tuple[str, torch.Tensor]], sparse: frozenset[str] = frozenset()
@@ -266,17 +278,20 @@ class Sync:
             return self._on_bucket(bucket)
         except BaseException:
             self._is_heard = True
+            self._come_out()
             raise
 
     def _on_bucket(self, bucket: GradBucket) -> Future:
         buffer = bucket.buffer()
         if not self.enabled or self._detached:
+            self.step += bucket.is_last()
             return self._leave_to_torch(buffer)
         if self._engine is None:
             self.open(buffer.device)
         index, is_last = bucket.index(), bucket.is_last()
         groups = self._groups(bucket, buffer)
         if index == 0:
+            self._go_in()
             self._begin_step()
         if self._tracer is not None:
             names = [name for group in groups for name in group.names]
@@ -296,10 +311,10 @@ class Sync:
         self.pay(groups, buffer)
         self._under_way.append((groups, buffer))
         assert self._engine is not None
-        futures = []
+        handles = []
         warm = self.step >= self.settings.warmup_steps
         for group in groups:
-            first = group.gradients[0].parameter
+            first = group.gradients[0].name  # all of a group have one rate
             handle = self._engine.allreduce(
                 [buffer[start:stop] for start, stop in group.spans],
                 codec=group.codec if warm else NONE,
@@ -307,16 +322,16 @@ class Sync:
                 names=group.names,
                 places=group.places if warm else None,
                 step=self.step,
-                lr_ratio=self._lr_ratios.get(id(first)) if group.wants_rate else None,
+                lr_ratio=self._lr_ratios.get(first) if group.wants_rate else None,
                 weights=self._weights(group) if group.wants_weights else None,
             )
-            futures.append(handle.future(buffer, partial(self._note_failure, buffer)))
-        return futures[0] if len(futures) == 1 else _joined(futures, buffer)
+            handles.append(handle)
+        return joint(handles, buffer, partial(self._note_failure, buffer))
 
     def _weights(self, group: Group) -> list[torch.Tensor]:
         """The parameters, in the unit of their gradients."""
         flats = [_flat(gradient.parameter) for gradient in group.gradients]
-        return flats if self.scale is None else [flat * self.scale for flat in flats]
+        return flats if self.scale == 1.0 else [flat * self.scale for flat in flats]
 
     def pay(self, groups: Sequence[Group], buffer: torch.Tensor, *, flush: bool = False) -> None:
         """Adds what is owed to gradients; with `flush` also what their codecs remember."""
@@ -330,8 +345,7 @@ class Sync:
                     values.add_(owed.to(values.device))
                 if flush:
                     engine.settle()
-                    for key, part in checkpoint.unsent(engine, gradient):
-                        values[key.start : key.stop].add_(part)
+                    values.add_(checkpoint.unsent(engine, gradient))
             if flush:
                 engine.forget(group.names)
 
@@ -360,7 +374,13 @@ class Sync:
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # DDP's own callback, which hands the means out, is queued after this hook returns; one
         # that is queued from within ours comes behind it.
-        queue(lambda: queue(self._after_step))
+        try:
+            queue(lambda: queue(self._after_step))
+        except RuntimeError as error:
+            raise UsageError(
+                "DDP called for gradients outside backward, as its join() for uneven inputs does; "
+                "that is not supported: give all ranks the same number of batches."
+            ) from error
 
     def _note_failure(self, buffer: torch.Tensor, error: BaseException) -> None:
         # The mean never came: nobody may take what is in its place for it.
@@ -368,6 +388,7 @@ class Sync:
         self._failure = error
 
     def _after_step(self) -> None:
+        self._come_out()
         if self._failure is not None:
             # Here and not in the future, where torch would keep the text and lose the error.
             self._is_heard = True
@@ -378,7 +399,8 @@ class Sync:
             self._flushes, self._detached = False, True
             if self._tracer is not None:
                 self._tracer.finish()
-            _log.info("detached after step %d: plain all-reduce from here on.", self.step)
+            if self.engine.transport.rank == 0:
+                _log.info("detached after step %d: plain all-reduce from here on.", self.step)
         if self.loaded is not None and self.step > self.settings.warmup_steps:
             self.loaded = None
             self.engine.keeper.forget_offers()
@@ -392,26 +414,43 @@ class Sync:
                 write_scalars(self.settings.writer, self.step, stats)
 
     def _on_lost(self, error: BaseException) -> None:
-        """A rank is gone. The training loop hears of it in backward, if it gets there: it may wait
-        for that rank in something that DDP sends itself, such as buffers, for half an hour."""
-        if self._detached:
-            return
-        _log.error(str(error))
-        timeout_s = hipress_settings.timeout_s()
+        """Says who is gone, and watches whether the training loop gets to hear of it.
 
-        def leave() -> None:
-            if not self._is_heard and not self._detached:
+        It hears in backward. But it may wait for that rank in what DDP sends itself, such as
+        buffers, where torch's patience is half an hour and no thread can wake it.
+        """
+        import torch.distributed as dist
+
+        if self._detached or not dist.is_initialized():
+            return  # the job has ended here, and may have ended there
+        _log.error(str(error))
+        watch = threading.Thread(
+            target=self._end_if_stuck,
+            args=(error, time.monotonic()),
+            name="hipress-watchdog",
+            daemon=True,
+        )
+        watch.start()
+
+    def _end_if_stuck(self, error: BaseException, lost_at: float) -> None:
+        patience_s = hipress_settings.timeout_s()
+        while not (self._is_heard or self._detached or self.engine.is_closed):
+            since = self._inside_since
+            if since is not None and time.monotonic() - max(since, lost_at) > patience_s:
                 _log.critical(
-                    "this process ends: it did not come to the next exchange within %g s, and "
-                    "cannot, since %s",
-                    timeout_s, error,
+                    "this process ends here: it has waited %g s inside DDP for a rank that is "
+                    "gone (%s)",
+                    patience_s, error,
                 )  # fmt: skip
                 logging.shutdown()
                 os._exit(1)
+            time.sleep(min(1.0, patience_s / 10))
 
-        timer = threading.Timer(timeout_s, leave)
-        timer.daemon = True
-        timer.start()
+    def _go_in(self, *_: object) -> None:
+        self._inside_since = time.monotonic()
+
+    def _come_out(self, *_: object) -> None:
+        self._inside_since = None
 
     def _keep_unused(self) -> None:
         """DDP throws away what was sent of a parameter that no rank used: it is still owed."""
@@ -420,7 +459,9 @@ class Sync:
                 for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
                     sent = buffer[start:stop]
                     if gradient.is_compressed and self._was_left_out(gradient, sent):
-                        self.owed[gradient.name] = sent.to(torch.float32, copy=True)
+                        # A step with NaN is skipped, and drops what was sent in it.
+                        if sent.isfinite().all() and sent.any():
+                            self.owed[gradient.name] = sent.to(torch.float32, copy=True)
         self._under_way.clear()
 
     def _was_left_out(self, gradient: Gradient, sent: torch.Tensor) -> bool:
@@ -441,16 +482,20 @@ class Sync:
         module = None if self._module is None else self._module()
         named = [(name, g.parameter) for name, g in self.gradients.items()]
         if module is not None:  # with those that DDP knows nothing of
-            inner = cast(nn.Module, module.module)
-            named = [(selection.clean(name), p) for name, p in inner.named_parameters()]
-        self.engine.agree(f"the replica check of step {self.step}", replicas.digests(named))
+            inner, ignored = cast(Any, module).module, cast(Any, module).parameters_to_ignore
+            named = [
+                (selection.clean(name), parameter)
+                for name, parameter in inner.named_parameters()
+                if name not in ignored
+            ]
+        told = self.engine.agree("the replica check", {"step": self.step}, replicas.digests(named))
+        replicas.compare(told, self.step)
 
     def _follow_scale(self) -> None:
         """Brings the codecs' memory to the loss scale of this step."""
-        if self.settings.scaler is None:
-            return
-        scale = float(self.settings.scaler.get_scale())
-        if self.scale is not None and scale != self.scale:
+        scaler = self.settings.scaler
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        if scale != self.scale:
             ratio = scale / self.scale
             self.engine.settle()
             self.engine.keeper.scale(ratio)
@@ -464,11 +509,12 @@ class Sync:
             return
         for group in self.settings.optimizer.param_groups:
             for parameter in group["params"]:
-                before = self._rates.get(id(parameter))
+                gradient = self._by_parameter.get(id(parameter))
                 now = float(group["lr"])
-                self._rates[id(parameter)] = now
-                ratio = 1.0 if before is None or now == 0.0 else before / now
-                self._lr_ratios[id(parameter)] = ratio
+                if gradient is None or now == 0.0:  # nothing is applied: nothing changes
+                    continue
+                self._lr_ratios[gradient.name] = self.rates.get(gradient.name, now) / now
+                self.rates[gradient.name] = now
 
     # --- buckets ----------------------------------------------------------------------------------
 
@@ -490,16 +536,25 @@ class Sync:
         return groups
 
     def _sorted(self, parameters: Sequence[torch.Tensor]) -> list[Group]:
-        by_choice: dict[tuple[str, str], list[tuple[Gradient, tuple[int, int]]]] = {}
+        by_choice: dict[tuple[Any, ...], list[tuple[Gradient, tuple[int, int]]]] = {}
+        optimizer = self.settings.optimizer
+        rated = {
+            id(parameter): k
+            for k, group in enumerate(optimizer.param_groups if optimizer is not None else ())
+            for parameter in group["params"]
+        }
         at = 0
         for parameter in parameters:
             gradient = self._by_parameter[id(parameter)]
             span = (at, at + parameter.numel())
             at = span[1]
             choice = gradient.choice
-            by_choice.setdefault((choice.codec.name, choice.strategy), []).append((gradient, span))
+            # Those of one group of the optimizer have one learning rate.
+            rate = rated.get(id(parameter)) if advice.has_momentum(choice.codec) else None
+            key = (choice.codec.name, choice.strategy, rate)
+            by_choice.setdefault(key, []).append((gradient, span))
         groups = []
-        for (_, strategy), members in by_choice.items():
+        for (_, strategy, _), members in by_choice.items():
             codec = members[0][0].choice.codec
             gradients = tuple(gradient for gradient, _ in members)
             groups.append(
@@ -515,12 +570,6 @@ class Sync:
             )
         # What is compressed first: it takes longest.
         return sorted(groups, key=lambda group: group.codec.name == "none")
-
-
-def _joined(futures: list[Future], buffer: torch.Tensor) -> Future:
-    """Done when all are."""
-
-    return torch.futures.collect_all(futures).then(lambda _: buffer)
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:

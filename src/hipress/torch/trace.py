@@ -34,7 +34,7 @@ class Tracer:
     Args:
         module: Whose forward and backward are drawn.
         engine: Whose tasks are.
-        gather: Brings every rank's bytes to every rank, in the order of ranks; collective.
+        gather: Brings every rank's bytes to rank 0, in the order of ranks; collective.
         clock_offset: Gives what to add to this rank's clock to get rank 0's, and the bound of
             its error, in nanoseconds; collective.
         host: The name of this rank's host; the machine's if None.

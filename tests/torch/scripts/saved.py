@@ -198,6 +198,84 @@ def late_start(rank, num_ranks):
     return ledger.gaps(other.state_dict(), carried=carried)
 
 
+def resume_rates(rank, num_ranks):
+    """A codec that follows the learning rate, which falls in every step: on, and resumed."""
+
+    def make():
+        module = mlp()
+        ddp = wrap(module)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.08)
+        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        sync = hipress.attach(ddp, "momentum(ef(onebit))", optimizer=optimizer)
+        return module, ddp, optimizer, rates, sync
+
+    def run(ddp, optimizer, rates, steps):
+        losses = []
+        for step in steps:
+            losses += train(ddp, optimizer, rank, [step])
+            rates.step()
+        return losses
+
+    module, ddp, optimizer, rates, sync = make()
+    run(ddp, optimizer, rates, range(3))
+    kept = copy.deepcopy([m.state_dict() for m in (module, optimizer, rates, sync)])
+    on = run(ddp, optimizer, rates, range(3, 7))
+    module, ddp, optimizer, rates, sync = make()
+    for one, state in zip((module, optimizer, rates, sync), kept, strict=True):
+        one.load_state_dict(state)
+    resumed = run(ddp, optimizer, rates, range(3, 7))
+    without = {**kept[3], "rates": {}}
+    module, ddp, optimizer, rates, sync = make()
+    for one, state in zip((module, optimizer, rates, sync), [*kept[:3], without], strict=True):
+        one.load_state_dict(state)
+    return [on, resumed, run(ddp, optimizer, rates, range(3, 7))]
+
+
+def other_scales(rank, num_ranks):
+    """What is left, in the units of the gradients, when a scaler comes or goes with a restart."""
+    found = []
+    for before, after in ((1024.0, None), (None, 1024.0), (512.0, 2048.0)):
+        scalers = [s and torch.amp.GradScaler("cpu", init_scale=s) for s in (before, after)]
+        module = mlp()
+        ddp = wrap(module)
+        sync = hipress.attach(ddp, "onebit", scaler=scalers[0])
+        (loss_of(ddp, rank, 0) * (before or 1.0)).backward()
+        state = sync.state_dict()
+        other = wrap(mlp())
+        twin = hipress.attach(other, "onebit", scaler=scalers[1])
+        twin.load_state_dict(state)
+        if after:
+            scalers[1].scale(torch.ones(1))
+        twin._follow_scale()
+        loaded = twin.state_dict()
+        pairs = [
+            (left(state, name) / (before or 1.0), left(loaded, name) / (after or 1.0))
+            for name in state["gradients"]
+        ]
+        found.append([float((a - b).abs().max()) for a, b in pairs])
+        found[-1].append(-min(float(a.abs().max()) for a, _ in pairs))
+    return found
+
+
+def detach_loaded(rank, num_ranks):
+    """Loads and detaches at once: what is lost."""
+    module, ddp, optimizer, sync = setup("onebit")
+    train(ddp, optimizer, rank, range(3))
+    state = sync.state_dict()
+    again, ddp, optimizer, other = setup("onebit")
+    again.load_state_dict(module.state_dict())
+    other.load_state_dict(state)
+    other.detach()
+    ledger = Ledger(again)
+    for step in range(3, 6):
+        ledger.expect(lambda m, step=step: loss_of(m, rank, step))
+        backward(ddp, optimizer, rank, step)
+        ledger.note()
+        optimizer.step()
+    carried = {name: left(state, name) for name in state["gradients"]}
+    return [ledger.gaps(other.state_dict(), carried=carried), ledger.gaps(other.state_dict())]
+
+
 def bad_loads(rank, num_ranks):
     """Checkpoints that are none, or of other models; and that the run goes on after each."""
     module, ddp, optimizer, sync = setup("onebit")
