@@ -27,7 +27,8 @@ from hipress.codecs.base import Codec
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
-    from hipress.torch.sync import Gradient, Sync
+    from hipress.torch.buckets import Gradient
+    from hipress.torch.sync import Sync
 
 _log = logging.getLogger("hipress")
 

@@ -10,9 +10,6 @@ DDP takes one hook, once. So all that changes during a run (warm-up, `detach`) c
 from __future__ import annotations
 
 import logging
-import os
-import threading
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,12 +25,13 @@ from hipress.casync.handle import joint
 from hipress.casync.pieces import GPU_SHARE_NUMEL, Dealer, Place
 from hipress.casync.recipe import piece_numel
 from hipress.casync.world import engine_of
-from hipress.codecs.base import Codec
 from hipress.errors import UsageError
 from hipress.torch import advice, checkpoint, replicas, selection
-from hipress.torch.selection import NONE, Choice, Rules
+from hipress.torch.buckets import Gradient, Group, flat, grouped
+from hipress.torch.selection import NONE, Rules
 from hipress.torch.stats import Stats, log_line, write_scalars
 from hipress.torch.trace import Tracer, check_path
+from hipress.torch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket, ProcessGroup
@@ -41,40 +39,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hipress")
 
 Future = torch.futures.Future[torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gradient:
-    """One parameter's gradient and what was decided for it."""
-
-    name: str
-    parameter: torch.Tensor
-    choice: Choice
-    places: tuple[Place, ...]
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether a codec works on it."""
-        return self.choice.codec.name != "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Gradients of a bucket that travel together."""
-
-    codec: Codec
-    strategy: str
-    gradients: tuple[Gradient, ...]
-    places: tuple[tuple[Place, ...], ...] | None
-    spans: tuple[tuple[int, int], ...]
-    """Of each in the bucket's buffer."""
-    wants_rate: bool
-    wants_weights: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the gradients."""
-        return tuple(gradient.name for gradient in self.gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +97,7 @@ class Sync:
         self._flushes = False
         self._detached = False
         self._failure: BaseException | None = None
-        self._inside_since: float | None = None
-        """When the training loop went into DDP, if it has not come out."""
-        self._is_heard = False
-        """Whether the training loop has been told of a failure."""
+        self._watchdog = Watchdog(hipress_settings.timeout_s())
         self._under_way: list[tuple[list[Group], torch.Tensor]] = []
         """The buckets of this step."""
 
@@ -220,9 +181,7 @@ class Sync:
         self._module = weakref.ref(module)
         if self._engine is not None:
             weakref.finalize(module, self._engine.close)
-        if getattr(module, "broadcast_buffers", False) and next(module.buffers(), None) is not None:
-            module.register_forward_pre_hook(self._go_in)
-            module.register_forward_hook(self._come_out, always_call=True)
+        self._watchdog.stand_at(module)
 
     def register(
         self, named: Iterable[tuple[str, torch.Tensor]], sparse: frozenset[str] = frozenset()
@@ -277,8 +236,8 @@ class Sync:
         try:
             return self._on_bucket(bucket)
         except BaseException:
-            self._is_heard = True
-            self._come_out()
+            self._watchdog.is_heard = True
+            self._watchdog.come_out()
             raise
 
     def _on_bucket(self, bucket: GradBucket) -> Future:
@@ -291,7 +250,7 @@ class Sync:
         index, is_last = bucket.index(), bucket.is_last()
         groups = self._groups(bucket, buffer)
         if index == 0:
-            self._go_in()
+            self._watchdog.go_in()
             self._begin_step()
         if self._tracer is not None:
             names = [name for group in groups for name in group.names]
@@ -330,7 +289,7 @@ class Sync:
 
     def _weights(self, group: Group) -> list[torch.Tensor]:
         """The parameters, in the unit of their gradients."""
-        flats = [_flat(gradient.parameter) for gradient in group.gradients]
+        flats = [flat(gradient.parameter) for gradient in group.gradients]
         return flats if self.scale == 1.0 else [flat * self.scale for flat in flats]
 
     def pay(self, groups: Sequence[Group], buffer: torch.Tensor, *, flush: bool = False) -> None:
@@ -388,10 +347,10 @@ class Sync:
         self._failure = error
 
     def _after_step(self) -> None:
-        self._come_out()
+        self._watchdog.come_out()
         if self._failure is not None:
             # Here and not in the future, where torch would keep the text and lose the error.
-            self._is_heard = True
+            self._watchdog.is_heard = True
             raise self._failure
         self._keep_unused()
         # What was sent of a parameter that nobody used is sent again.
@@ -414,43 +373,12 @@ class Sync:
                 write_scalars(self.settings.writer, self.step, stats)
 
     def _on_lost(self, error: BaseException) -> None:
-        """Says who is gone, and watches whether the training loop gets to hear of it.
-
-        It hears in backward. But it may wait for that rank in what DDP sends itself, such as
-        buffers, where torch's patience is half an hour and no thread can wake it.
-        """
+        """A rank is gone."""
         import torch.distributed as dist
 
         if self._detached or not dist.is_initialized():
             return  # the job has ended here, and may have ended there
-        _log.error(str(error))
-        watch = threading.Thread(
-            target=self._end_if_stuck,
-            args=(error, time.monotonic()),
-            name="hipress-watchdog",
-            daemon=True,
-        )
-        watch.start()
-
-    def _end_if_stuck(self, error: BaseException, lost_at: float) -> None:
-        patience_s = hipress_settings.timeout_s()
-        while not (self._is_heard or self._detached or self.engine.is_closed):
-            since = self._inside_since
-            if since is not None and time.monotonic() - max(since, lost_at) > patience_s:
-                _log.critical(
-                    "this process ends here: it has waited %g s inside DDP for a rank that is "
-                    "gone (%s)",
-                    patience_s, error,
-                )  # fmt: skip
-                logging.shutdown()
-                os._exit(1)
-            time.sleep(min(1.0, patience_s / 10))
-
-    def _go_in(self, *_: object) -> None:
-        self._inside_since = time.monotonic()
-
-    def _come_out(self, *_: object) -> None:
-        self._inside_since = None
+        self._watchdog.watch(error, lambda: self._detached or self.engine.is_closed)
 
     def _keep_unused(self) -> None:
         """DDP throws away what was sent of a parameter that no rank used: it is still owed."""
@@ -471,7 +399,7 @@ class Sync:
             return given is None
         if given.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr():
             return False
-        return not torch.equal(_flat(given).view(torch.uint8), sent.view(torch.uint8))
+        return not torch.equal(flat(given).view(torch.uint8), sent.view(torch.uint8))
 
     def check_replicas(self) -> None:
         """Compares the parameters of all ranks; collective.
@@ -531,50 +459,7 @@ class Sync:
         if missing:  # a bare hook learns of them in the order in which they come
             first = len(self.gradients)
             self.register((f"gradient{first + k}", p) for k, p in enumerate(missing))
-        groups = self._sorted(parameters)
+        gradients = [self._by_parameter[id(parameter)] for parameter in parameters]
+        groups = grouped(gradients, self.settings.optimizer)
         self._buckets[bucket.index()] = (known, groups)
         return groups
-
-    def _sorted(self, parameters: Sequence[torch.Tensor]) -> list[Group]:
-        by_choice: dict[tuple[Any, ...], list[tuple[Gradient, tuple[int, int]]]] = {}
-        optimizer = self.settings.optimizer
-        rated = {
-            id(parameter): k
-            for k, group in enumerate(optimizer.param_groups if optimizer is not None else ())
-            for parameter in group["params"]
-        }
-        at = 0
-        for parameter in parameters:
-            gradient = self._by_parameter[id(parameter)]
-            span = (at, at + parameter.numel())
-            at = span[1]
-            choice = gradient.choice
-            # Those of one group of the optimizer have one learning rate.
-            rate = rated.get(id(parameter)) if advice.has_momentum(choice.codec) else None
-            key = (choice.codec.name, choice.strategy, rate)
-            by_choice.setdefault(key, []).append((gradient, span))
-        groups = []
-        for (_, strategy, _), members in by_choice.items():
-            codec = members[0][0].choice.codec
-            gradients = tuple(gradient for gradient, _ in members)
-            groups.append(
-                Group(
-                    codec=codec,
-                    strategy=strategy,
-                    gradients=gradients,
-                    places=tuple(g.places for g in gradients) if gradients[0].places else None,
-                    spans=tuple(span for _, span in members),
-                    wants_rate="momentum" in codec.init(torch.zeros(1)),
-                    wants_weights=advice.decays(codec),
-                )
-            )
-        # What is compressed first: it takes longest.
-        return sorted(groups, key=lambda group: group.codec.name == "none")
-
-
-def _flat(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's elements in the order in which DDP's buckets hold its gradient."""
-    parameter = parameter.detach()
-    if parameter.is_contiguous():
-        return parameter.view(-1)
-    return torch.as_strided(parameter, (parameter.numel(),), (1,), parameter.storage_offset())
