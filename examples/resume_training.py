@@ -6,7 +6,9 @@ On each of four hosts, with a folder that all of them see:
     torchrun --nnodes=4 --nproc-per-node=1 --max-restarts=2 --rdzv-backend=c10d \
         --rdzv-endpoint=host0:29400 --rdzv-id=digits examples/resume_training.py --folder shared
 
-or on one machine: torchrun --nproc-per-node=2 --max-restarts=2 examples/resume_training.py.
+or on one machine, with the same variable and without --master-port:
+
+    torchrun --nproc-per-node=2 --max-restarts=2 examples/resume_training.py
 
 A checkpoint holds the model, the optimizer and `sync.state_dict()`: what the codec has not sent yet
 of each rank's gradients. When a rank dies, torchrun starts all of them again, and they go on from

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -47,6 +49,23 @@ class Plan(BaseModel):
         return self.gradients.get(name, Decision(reason="not in the plan"))
 
     @classmethod
+    def read(cls, given: Any) -> Plan:
+        """A plan from what a user gave: one, the path of one, or what its file would hold.
+
+        Raises:
+            UsageError: It is none of these.
+        """
+        if isinstance(given, Plan):
+            return given
+        if isinstance(given, str | Path):
+            return cls.load(given)
+        if isinstance(given, dict):
+            return cls._checked(lambda: cls.model_validate(given), "of the call")
+        raise UsageError(
+            f"plan is {given!r}; give the path of a plan.json, a Plan, or a dictionary."
+        )
+
+    @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan from a file.
 
@@ -55,22 +74,28 @@ class Plan(BaseModel):
                 not know.
         """
         try:
-            plan = cls.model_validate_json(Path(path).read_bytes())
+            text = Path(path).read_bytes()
         except OSError as error:
             raise UsageError(
                 f"plan {str(path)!r} cannot be read ({error.strerror}); give the path of a "
                 "plan.json."
             ) from error
+        return cls._checked(lambda: cls.model_validate_json(text), repr(str(path)))
+
+    @classmethod
+    def _checked(cls, made: Callable[[], Plan], name: str) -> Plan:
+        try:
+            plan = made()
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
             raise UsageError(
-                f"plan {str(path)!r} is not a plan: {where}: {first['msg']}; write "
+                f"plan {name} is not a plan: {where}: {first['msg']}; write "
                 '{"version": 1, "gradients": {"fc.weight": {"codec": "onebit"}}}.'
             ) from error
         if plan.version > VERSION:
             raise UsageError(
-                f"plan {str(path)!r} has version {plan.version} and this hipress reads up to "
+                f"plan {name} has version {plan.version} and this hipress reads up to "
                 f"{VERSION}; update hipress, or make the plan again."
             )
         return plan

@@ -459,7 +459,7 @@ REFUSED = {
     "optimizer": "optimizer is a int; give a torch optimizer.",
     "scaler": "scaler is a int; give a torch.amp.GradScaler.",
     "writer": "writer is a int; give a SummaryWriter.",
-    "twice": "the model has a communication hook already, and DDP takes one: attach before",
+    "twice": "already, by an earlier attach or by others, and DDP takes one, once: wrap the module",
 }
 
 

@@ -173,7 +173,7 @@ def test_patterns_that_match_nothing(option, pattern, hint):
 def test_a_plan_of_another_model():
     """Catches: a plan that compresses nothing, since it is of another model."""
     plan = Plan(gradients={"head.weight": Decision(), "tail.weight": Decision()})
-    with pytest.raises(UsageError, match="the plan speaks of 'tail.weight', which this model does"):
+    with pytest.raises(UsageError, match="'tail.weight' .did you mean 'head.weight'.., which this"):
         check_names(asked(plan=plan), NAMES)
     check_names(asked(plan=Plan(gradients={"head.weight": Decision()})), NAMES)
 

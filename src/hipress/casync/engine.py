@@ -26,7 +26,7 @@ from hipress.casync.keeper import Keeper
 from hipress.casync.ordered import OrderedExecutor
 from hipress.casync.pieces import Place
 from hipress.casync.recipe import Options, Recipe, forgetful
-from hipress.casync.transport import Transport
+from hipress.casync.transport import LinkError, Transport
 from hipress.codecs import frame, tensors
 from hipress.codecs.base import Codec
 from hipress.codecs.table import codec as named_codec
@@ -200,6 +200,10 @@ class Engine:
     def gather(self, payload: bytes) -> list[bytes]:
         """What each rank gives, in rank order, on rank 0; nothing on the others."""
         return self._council.gather(payload)
+
+    def explain(self, error: RuntimeError) -> BaseException:
+        """What to raise for an error of torch's in a collective call among these ranks."""
+        return self._health.explain(LinkError(str(error)))
 
     def settle(self) -> None:
         """Waits until no named job is under way: what the keeper holds may be read and written."""

@@ -32,7 +32,7 @@ def attach(
     ddp_model: nn.Module,
     codec: str | Codec | None = None,
     strategy: str | None = None,
-    plan: str | Plan | None = None,
+    plan: str | Plan | dict[str, Any] | None = None,
     exclude: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
     min_size: int = MIN_SIZE,
@@ -87,6 +87,8 @@ def attach(
         >>> dist.destroy_process_group()
     """
     ddp = _unwrapped(ddp_model)
+    if not isinstance(enabled, bool):
+        raise UsageError(f"enabled is {enabled!r}; give True or False.")
     asked = selection.rules(
         codec=codec,
         strategy=strategy,
@@ -275,7 +277,7 @@ def _register(ddp: DistributedDataParallel, sync: Sync) -> None:
     except RuntimeError as error:
         if "only be called once" in str(error):
             raise UsageError(
-                "the model has a communication hook already, and DDP takes one: attach before "
-                "others do, or wrap the module in a new DistributedDataParallel."
+                "the model has a communication hook already, by an earlier attach or by others, "
+                "and DDP takes one, once: wrap the module in a new DistributedDataParallel."
             ) from error
         raise

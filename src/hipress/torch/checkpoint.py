@@ -14,6 +14,8 @@ All is by element, nothing by piece or bucket: how gradients are cut may change 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -300,12 +302,23 @@ def _factor(
 
 def _all_gather(sync: Sync, own: torch.Tensor) -> list[torch.Tensor]:
     found = [torch.empty_like(own) for _ in range(sync.engine.transport.num_ranks)]
-    dist.all_gather(found, own, group=sync.process_group)
+    with _named(sync):
+        dist.all_gather(found, own, group=sync.process_group)
     return [one.cpu() for one in found]
 
 
 def _all_sum(sync: Sync, own: torch.Tensor) -> torch.Tensor:
     """The sum over ranks of values of which one rank holds each, to the last bit."""
     total = own.clone()
-    dist.all_reduce(total.view(torch.int32), group=sync.process_group)
+    with _named(sync):
+        dist.all_reduce(total.view(torch.int32), group=sync.process_group)
     return total.cpu()
+
+
+@contextmanager
+def _named(sync: Sync) -> Iterator[None]:
+    """An error of torch's in here becomes one that names the rank which is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise sync.engine.explain(error) from error

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,7 +89,7 @@ def rules(
     *,
     codec: str | Codec | None,
     strategy: str | None,
-    plan: str | Plan | None,
+    plan: Any,
     exclude: str | Iterable[str],
     include: str | Iterable[str],
     min_size: int,
@@ -102,15 +103,15 @@ def rules(
         raise UsageError(f"codec is {codec!r}; give an expression such as 'onebit', or a codec.")
     if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 0:
         raise UsageError(f"min_size is {min_size!r}; give a number of elements, 0 for all.")
-    strategies.check(strategy or "ps")
-    loaded = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
+    strategies.check("ps" if strategy is None else strategy)
+    loaded = Plan.read(plan) if plan is not None else None
     for decision in loaded.gradients.values() if loaded is not None else ():
         strategies.check(decision.strategy)
         named_codec(decision.codec)
     asked = default_codec if codec is None else codec
     return Rules(
         codec=named_codec(asked) if isinstance(asked, str) else asked,
-        strategy=strategy or "ps",
+        strategy="ps" if strategy is None else strategy,
         plan=loaded,
         exclude=_patterns(exclude, "exclude"),
         include=_patterns(include, "include"),
@@ -131,9 +132,11 @@ def check_names(asked: Rules, names: Sequence[str]) -> None:
                 )
     unknown = [n for n in (asked.plan.gradients if asked.plan else ()) if n not in set(names)]
     if unknown:
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UsageError(
-            f"the plan speaks of {unknown[0]!r}, which this model does not have; make a plan for "
-            f"this model (its first parameters are: {', '.join(names[:5])})."
+            f"the plan speaks of {unknown[0]!r}{hint}, which this model does not have; make a plan "
+            f"for this model (its first parameters are: {', '.join(names[:5])})."
         )
 
 
@@ -156,8 +159,12 @@ def skipped(choices: Mapping[str, Choice]) -> dict[str, str]:
     return {name: choice.reason for name, choice in choices.items() if choice.codec.name == "none"}
 
 
-def _patterns(given: str | Iterable[str], option: str) -> tuple[str, ...]:
-    found = (given,) if isinstance(given, str) else tuple(given)
+def _patterns(given: str | Iterable[str] | None, option: str) -> tuple[str, ...]:
+    if given is not None and not isinstance(given, Iterable):
+        raise UsageError(
+            f"{option} is {given!r}; give a name or a list of them, e.g. ['*.embed.*']."
+        )
+    found = (given,) if isinstance(given, str) else tuple(given or ())
     for pattern in found:
         if not isinstance(pattern, str) or not pattern:
             raise UsageError(

@@ -101,6 +101,13 @@ class Sync:
         self._under_way: list[tuple[list[Group], torch.Tensor]] = []
         """The buckets of this step."""
 
+    def __repr__(self) -> str:
+        compressed = sum(gradient.is_compressed for gradient in self.gradients.values())
+        return (
+            f"<Sync: {compressed} of {len(self.gradients)} gradients compressed, step {self.step}"
+            f"{'' if self.enabled else ', not enabled'}{', detached' if self._detached else ''}>"
+        )
+
     # --- the public face --------------------------------------------------------------------------
 
     def stats(self) -> Stats:
