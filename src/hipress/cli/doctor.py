@@ -18,6 +18,7 @@ from hipress.errors import HipressError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "data": ("scikit-learn",),
+    "frameworks": ("accelerate", "lightning"),
     "gpu": ("triton",),
     "jax": ("jax",),
     "lab": ("pyroute2",),

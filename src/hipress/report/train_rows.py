@@ -92,7 +92,7 @@ def exposed_removed(ddp_s: float, compute_s: float, seconds: float) -> float | N
     """The part of DDP's exposed communication that a step does without; None where there is none.
 
     Example:
-        >>> exposed_removed(ddp_s=1.0, compute_s=0.2, seconds=0.4)
+        >>> exposed_removed(ddp_s=1.0, compute_s=0.5, seconds=0.625)
         0.75
     """
     exposed_s = ddp_s - compute_s

@@ -54,7 +54,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
     Example:
         >>> one = model("mlp")
-        >>> 2 < float(loss(one.make(), one.data(rank=0))) < 4
+        >>> 2 < loss(one.make(), one.data(rank=0)).item() < 4
         True
     """
     inputs, targets = batch
