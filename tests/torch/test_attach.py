@@ -453,7 +453,7 @@ REFUSED = {
     "strategy": "strategy 'rng' (did you mean 'ring'?) is none of ps, ring, hierarchical, allred",
     "exclude": "exclude pattern '3.wieght' matches no parameter (did you mean '3.weight'?); the",
     "include": "include pattern 'head.*' matches no parameter; the first are: 0.weight, 0.bias",
-    "plan": "'head.weight' (did you mean '5.weight'?), which this model does not have; make a plan for",
+    "plan": "'head.weight' (did you mean '5.weight'?), which this model does not have; make",
     "both": "attach was given a plan and a codec; the plan decides both: give one.",
     "warmup": "warmup_steps is -1; give a number of steps, 0 for none.",
     "optimizer": "optimizer is a int; give a torch optimizer.",
