@@ -9,6 +9,7 @@ of `ranks`, and more for that function. A line of JSON tells how each went: {"id
 
 import atexit
 import faulthandler
+import functools
 import inspect
 import json
 import os
@@ -27,6 +28,19 @@ PORTS = range(10_000, 32_000)
 
 
 # --- in the test ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def refusal():
+    """Why there is no lab with a network here, if there is none."""
+    from hipress.errors import HipressError
+    from hipress.lab import Lab
+
+    try:
+        Lab(1, rate="1gbit").close()
+    except HipressError as error:
+        return str(error)
+    return None
 
 
 class Told:

@@ -4,7 +4,6 @@ Starting a rank takes seconds, so a job runs many scenarios (see `scripts/ranks.
 what each has told.
 """
 
-import functools
 import re
 import signal
 import time
@@ -15,7 +14,6 @@ import pytest
 import hipress
 from hipress.casync import pieces
 from hipress.casync.strategies import STRATEGIES
-from hipress.errors import HipressError
 from hipress.lab import Lab
 from tests import scenarios
 from tests.scenarios import Told
@@ -34,18 +32,9 @@ LATE_S = 10
 """How much longer than the timeout an error may take."""
 
 
-@functools.cache
-def refusal():
-    try:
-        Lab(1, rate="1gbit").close()
-    except HipressError as error:
-        return str(error)
-    return None
-
-
 @pytest.fixture(scope="module", autouse=True)
 def namespaces():
-    if (why := refusal()) is not None:
+    if (why := scenarios.refusal()) is not None:
         pytest.skip(why)
 
 

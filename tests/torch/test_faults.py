@@ -5,7 +5,6 @@ what each has told, and at what a user would see. Rank 2 is the one that comes t
 docstring of a test says what would make it fail.
 """
 
-import functools
 import json
 import sys
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hipress.errors import HipressError
 from hipress.lab import Lab
 from tests import scenarios
 from tests.scenarios import Told
@@ -31,18 +29,9 @@ ERROR_S, EXIT_S = 10, 20
 OTHERS = (0, 1, 3)
 
 
-@functools.cache
-def refusal():
-    try:
-        Lab(1, rate="1gbit").close()
-    except HipressError as error:
-        return str(error)
-    return None
-
-
 @pytest.fixture(scope="module", autouse=True)
 def namespaces():
-    if (why := refusal()) is not None:
+    if (why := scenarios.refusal()) is not None:
         pytest.skip(why)
 
 

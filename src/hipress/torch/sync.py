@@ -296,8 +296,8 @@ class Sync:
 
     def _weights(self, group: Group) -> list[torch.Tensor]:
         """The parameters, in the unit of their gradients."""
-        flats = [flat(gradient.parameter) for gradient in group.gradients]
-        return flats if self.scale == 1.0 else [flat * self.scale for flat in flats]
+        weights = [flat(gradient.parameter) for gradient in group.gradients]
+        return weights if self.scale == 1.0 else [weight * self.scale for weight in weights]
 
     def pay(self, groups: Sequence[Group], buffer: torch.Tensor, *, flush: bool = False) -> None:
         """Adds what is owed to gradients; with `flush` also what their codecs remember."""

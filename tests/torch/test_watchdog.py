@@ -1,0 +1,88 @@
+"""When a process is ended that waits for a lost rank, and when it is left alone."""
+
+import threading
+import time
+
+import pytest
+from torch import nn
+
+from hipress.torch import watchdog
+from hipress.torch.watchdog import Watchdog
+
+PATIENCE_S = 0.3
+
+
+class Left(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """The codes of processes that would have ended."""
+    found = []
+
+    def leave(code):
+        found.append(code)
+        raise Left
+
+    monkeypatch.setattr(watchdog.os, "_exit", leave)
+    monkeypatch.setattr(watchdog.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    return found
+
+
+def watched(dog, seconds):
+    over = threading.Event()
+    dog.watch(RuntimeError("rank 2 is gone"), over.is_set)
+    time.sleep(seconds)
+    over.set()
+
+
+def test_a_process_that_stays_inside_is_ended(ends):
+    """Catches: a hang for half an hour in what DDP sends itself."""
+    dog = Watchdog(PATIENCE_S)
+    dog.go_in()
+    watched(dog, 4 * PATIENCE_S)
+    assert ends == [1]
+
+
+def test_time_before_the_loss_does_not_count(ends):
+    """Catches: an end before backward could raise, after a long wait in the same step."""
+    dog = Watchdog(PATIENCE_S)
+    dog.go_in()
+    time.sleep(2 * PATIENCE_S)
+    watched(dog, PATIENCE_S / 3)
+    assert ends == []
+
+
+@pytest.mark.parametrize("how", ["heard", "outside", "never in"])
+def test_others_are_left_alone(ends, how):
+    """Catches: a healthy process that is ended, e.g. one that evaluates after training."""
+    dog = Watchdog(PATIENCE_S)
+    if how != "never in":
+        dog.go_in()
+    if how == "outside":
+        dog.come_out()
+    dog.is_heard = how == "heard"
+    watched(dog, 4 * PATIENCE_S)
+    assert ends == []
+
+
+def test_a_forward_that_raises_comes_out():
+    """Catches: a process that is ended later for a forward that failed long ago."""
+
+    class Bad(nn.Module):
+        broadcast_buffers = True
+
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            raise ValueError(x)
+
+    dog, module = Watchdog(PATIENCE_S), Bad()
+    dog.stand_at(module)
+    with pytest.raises(ValueError):
+        module(1)
+    assert dog._since is None
