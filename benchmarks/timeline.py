@@ -22,10 +22,12 @@ def rank_main(path: str, codec: str, name: str) -> None:
 
     import hipress
     from hipress.train import models
+    from hipress.train.tasks import TASKS
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     line = models.model(name)
+    loss = TASKS[line.task].loss
     ddp = DistributedDataParallel(line.make(), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     sync = hipress.attach(ddp, codec=codec)
@@ -34,7 +36,7 @@ def rank_main(path: str, codec: str, name: str) -> None:
         if step == 4:
             sync.timeline(path, steps=STEPS)
         optimizer.zero_grad()
-        models.loss(ddp, batch).backward()
+        loss(ddp, batch).backward()
         optimizer.step()
     dist.barrier()
     dist.destroy_process_group()

@@ -24,6 +24,7 @@ SRC = Path(hipress.__file__).parent
 MEMBERS = {
     "ground": {"errors", "settings", "plan", "profile", "timeline", "version"},
     "doors": {"torch", "tensorflow", "jax", "mxnet"},
+    "cli": {"__main__"},
     # The half of casync that is pure data, so that the simulator can play what the engine runs.
     "graphs": {"casync.graph", "casync.strategies", "casync.lowering"},
 }

@@ -9,6 +9,7 @@
       + AgreementError (RuntimeError)         ranks that were given different things
       + PeerError (RuntimeError)              a rank that is gone, late, or sends other things
       + LabError (RuntimeError)               an emulated cluster that is refused, or a job in it
+      + TrainingError (RuntimeError)          a training run that cannot go on
 
 A message is one sentence that names the value, the rule, the choices and the next step.
 """
@@ -22,6 +23,7 @@ __all__ = [
     "MissingDependencyError",
     "PeerError",
     "ProgramError",
+    "TrainingError",
     "UsageError",
 ]
 
@@ -157,3 +159,7 @@ def _program_error(
     return ProgramError(
         file=file, line=line, column=column, source_line=source_line, message=message
     )
+
+
+class TrainingError(HipressError, RuntimeError):
+    """A training run that cannot go on, such as one whose loss is not finite."""

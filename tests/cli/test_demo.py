@@ -1,61 +1,82 @@
-"""`hipress demo`: a real gradient, rows that make sense, and the missing-package error."""
-
-from __future__ import annotations
+"""`hipress demo`: two trainings on an emulated cluster, a table, a picture; also without links."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 
-from hipress.cli.demo import demo_rows, digits_gradient
+from hipress.cli import demo as command
 from hipress.cli.main import main
-from hipress.errors import MissingDependencyError
+from hipress.errors import LabError
+from hipress.report.loss_plot import Curve, draw, smooth
+from tests.scenarios import refusal
+
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture(scope="module")
-def gradient() -> torch.Tensor:
-    return digits_gradient(width=128)
-
-
-def test_gradient_is_real_and_repeatable(gradient: torch.Tensor) -> None:
-    assert gradient.numel() == 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10
-    assert bool(gradient.isfinite().all()) and float(gradient.norm()) > 0
-    assert torch.equal(gradient, digits_gradient(width=128))
-
-
-def test_rows_tell_what_feedback_does(gradient: torch.Tensor) -> None:
-    rows = {row["codec"]: row for row in demo_rows(gradient)}
-    assert rows["none"]["error"] == 0.0
-    assert rows["fp16"]["error"] < 2**-10
-    for name in ("none", "terngrad", "minmax(bits=2)"):
-        assert rows[name]["mean_error"] is None
-    for name in ("ef(onebit)", "ef(topk(ratio=0.01, exact=true))"):
-        # The mean of k messages misses only residual / k.
-        assert rows[name]["mean_error"] < rows[name]["error"]
-    for row in rows.values():
-        assert row["ratio"] == pytest.approx(row["size_bytes"] / row["wire_bytes"])
-        assert min(row["encode_gb_per_s"], row["decode_gb_per_s"], row["memcpy_gb_per_s"]) > 0
-
-
-def test_command_prints_a_table_and_writes_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hipress.cli.demo._WIDTH", 128)
-    path = tmp_path / "demo.json"
+def run(*argv):
     with pytest.raises(SystemExit) as stopped:
-        main(["demo", "--json", str(path)])
-    assert stopped.value.code == 0
-    out = capsys.readouterr().out
-    assert "Error is ||decoded - gradient|| / ||gradient||: 0 is exact" in out
-    assert "see the mean of 20" in out and "right on average" in out
-    assert "ef(onebit)" in out and out.rstrip().splitlines()[-1].startswith("Next: ")
-    document = json.loads(path.read_text())
-    assert document["command"] == "demo" and len(document["rows"]) >= 8
+        main(["demo", *argv])
+    return stopped.value.code
 
 
-def test_missing_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingDependencyError, match=r"hipress\[data\]"):
-        digits_gradient(width=8)
+@pytest.mark.alone
+@pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+def test_the_demo(tmp_path, capsys):
+    """Catches: a demo that does not speed up, learn, count bytes, or draw."""
+    plot, out = tmp_path / "p.png", tmp_path / "o.json"
+    assert run("--steps", "24", "--plot", str(plot), "--json", str(out), "--rate", "50mbit") == 0
+    said = capsys.readouterr()
+    assert "24 steps of cnn on digits, 4 hosts, 50mbit links" in said.out
+    assert "uncompressed: starting" in said.err
+    assert str(plot) in said.out and plot.read_bytes()[:8] == PNG
+    plain, ours = json.loads(out.read_text())["rows"]
+    assert (plain["codec"], ours["codec"]) == ("uncompressed", command.CODEC)
+    assert plain["speedup"] == 1
+    # The line alone would give 28; starting to count at step 3 leaves 21 steps to be noisy.
+    assert ours["speedup"] > 3
+    assert plain["interface_bytes_per_step"] == pytest.approx(plain["wire_bytes_per_step"], rel=0.1)
+    assert ours["interface_bytes_per_step"] < plain["interface_bytes_per_step"] / 10
+    assert len(ours["curve"]) == 24 and ours["loss"] < 2.2 > plain["loss"]
+
+
+@pytest.mark.alone
+def test_without_links_it_says_so_and_ends_well(tmp_path, capsys, monkeypatch):
+    """Catches: a traceback, or a non-zero exit, where a container forbids namespaces."""
+    real = command._refusal
+    assert real("1gbit") == refusal()
+
+    def refused(*args, **kwargs):
+        raise LabError("this system refuses a network namespace: Operation not permitted.")
+
+    monkeypatch.setattr("hipress.lab.Lab", refused)
+    assert "refuses a network namespace" in real("1gbit")
+    monkeypatch.undo()
+    monkeypatch.setattr(command, "_refusal", lambda rate: "this system refuses them.")
+    plot = tmp_path / "p.png"
+    assert run("--hosts", "2", "--steps", "10", "--plot", str(plot)) == 0
+    said = capsys.readouterr()
+    assert "Links cannot be emulated here: this system refuses them. Nothing is slow" in said.err
+    assert "no emulated links" in said.out and plot.exists()
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--codec", "onebitt"], "Did you mean 'onebit'?"),
+        (["--rate", "fast"], "'fast'"),
+        (["--plot", "x.pdf"], "--plot 'x.pdf' is no PNG; give a name that ends in .png."),
+        (["--plot", "no/such/x.png"], "is in a folder that is not there; give another."),
+    ],
+)
+def test_refusals(argv, sentence, capsys):
+    assert run(*argv) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and sentence in said[0], said
+
+
+def test_picture(tmp_path):
+    rows = [{"time_s": float(t), "loss": 2.0 / (1 + t)} for t in range(5)]
+    draw(tmp_path / "a.png", "title", [Curve(label="one", rows=rows), Curve(label="no", rows=[])])
+    assert (tmp_path / "a.png").read_bytes()[:8] == PNG
+    assert smooth([3.0]) == [pytest.approx(3.0)] and smooth([]) == []
+    assert smooth([0.0, 1.0]) == pytest.approx([0.0, 0.1 / 0.19])

@@ -10,16 +10,16 @@ import torch
 from hipress.report import train_worker
 from hipress.report._ranks import run_rank
 from hipress.report.train_rows import Config
-from hipress.train.models import loss, model
+from hipress.train.models import model
+from hipress.train.tasks import TASKS
 
 
 def task(config: Config, rank: int, device: torch.device) -> train_worker.Task:
     """The config's model and the rank's batch, on the device."""
     line = model(config.model)
-    inputs, targets = (part.to(device) for part in line.data(rank, config.batch))
-    return train_worker.Task(
-        model=line.make().to(device), loss=lambda net: loss(net, (inputs, targets))
-    )
+    batch = tuple(part.to(device) for part in line.data(rank, config.batch))
+    loss = TASKS[line.task or ""].loss
+    return train_worker.Task(model=line.make().to(device), loss=lambda net: loss(net, batch))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import typer
 
 from hipress.cli import _cluster
 from hipress.cli._expressions import split_expressions
+from hipress.errors import UsageError
 
 if TYPE_CHECKING:
     from hipress.report.train_rows import Config
@@ -35,7 +36,7 @@ def train(
     ] = None,
     delay: Annotated[str, typer.Option(help="Time from host to host: 5ms, 100us.")] = "none",
     model: Annotated[
-        str, typer.Option(help="vgg, gpt or gpt-124m, with commas between.")
+        str, typer.Option(help="Models (docs/models.md), with commas between.")
     ] = "vgg,gpt",
     batch: Annotated[
         int | None,
@@ -131,6 +132,11 @@ def _configs(
     from hipress.train.models import model
 
     lines = {name: model(name) for name in models}
+    for name, line in lines.items():
+        if line.task is None:
+            raise UsageError(
+                f"--model {name!r} brings no data to time it with; name a built-in one."
+            )
     for hook in hooks:
         check_hook(hook)
     for expression in codecs:

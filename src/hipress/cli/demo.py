@@ -1,111 +1,221 @@
-"""`hipress demo`: what each codec makes of a real gradient, in under half a minute."""
+"""`hipress demo`: one training on an emulated cluster, without compression and with it.
+
+Both are `hipress train`, as a user would start it, on a lab of their own. What is sent is counted
+by the hosts' interfaces.
+"""
 
 from __future__ import annotations
 
+import json as json_
+import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hipress.errors import MissingDependencyError
+from hipress.cli._demo_view import DemoView, demo_view
+from hipress.errors import HipressError, LabError, UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from hipress.lab import Lab
 
 app = typer.Typer()
 
-# Two hidden layers of this width make 4.1M parameters: 16 MB, enough to time.
-_WIDTH = 1984
+RATE = "100mbit"
+MODEL = "cnn"
+CODEC = "momentum(ef(onebit))"
+"""dist-EF-SGDM. In so few steps `onebit` beside the optimizer's momentum ends some points lower."""
+BATCH = 16
+STEPS = 120
+LEARNING_RATE = 0.02
+LONGEST_S = 600.0
+"""Of one training: a demo that takes longer is broken."""
 
-LEGEND = """\
-Error is ||decoded - gradient|| / ||gradient||: 0 is exact, 1 is as far off as sending nothing.
-One message may be far off and training go well. With error feedback the next messages bring what
-it left out: see the mean of {num_steps}. terngrad, minmax and dithering are right on average: their
-errors cancel over steps and workers. tbq sends nothing until an element has gathered tau, 0.5 by
-default, more than this gradient has; dgc sends gathered momentum, larger than the gradient.
-"""
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What both trainings have in common."""
+
+    hosts: int
+    rate: str | None
+    """None: not shaped."""
+    steps: int
+    seed: int
+
+    def argv(self, codec: str) -> list[str]:
+        """The command of each rank."""
+        return [
+            *(sys.executable, "-m", "hipress", "train"),
+            *("--model", MODEL, "--data", "digits", "--codec", codec),
+            *("--batch", str(BATCH), "--steps", str(self.steps), "--seed", str(self.seed)),
+            *("--lr", str(LEARNING_RATE), "--lr-mode", "cosine"),
+            *("--log", "-", "--log-every", "1", "--eval-every", "2", "--device", "cpu"),
+        ]
 
 
-@app.command(epilog="Example: hipress demo --json demo.json")
+@app.command(epilog="Example: hipress demo --rate 50mbit --codec 'dgc(ratio=0.01)'")
 def demo(
+    hosts: Annotated[int, typer.Option(min=2, max=16, help="Emulated hosts, a rank each.")] = 4,
+    rate: Annotated[str, typer.Option(help="Rate of each host's link, each way.")] = RATE,
+    codec: Annotated[str, typer.Option(help="Codec expression of the second run.")] = CODEC,
+    steps: Annotated[int, typer.Option(min=10, help="Steps of each run.")] = STEPS,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
+    plot: Annotated[Path, typer.Option(help="PNG of the loss over time.")] = Path("demo.png"),
     json: Annotated[
         Path | None, typer.Option(help="Write the rows to this file; - for stdout.")
     ] = None,
 ) -> None:
-    """Run every codec on the gradient of a small network and show what it costs and saves."""
+    """Train the same model on an emulated cluster, without and with compression.
+
+    Each host has an address and a link of its own (see hipress lab); a
+    small CNN learns scikit-learn's digits. Where this system refuses
+    emulated links both runs use 127.0.0.1, and nothing is slow.
+    """
+    import hipress
+    from hipress.lab.links import parse_rate
     from hipress.report.table import check_json, is_stdout, write_json
+    from hipress.train.virtual_sync import PLAIN
 
     check_json(json)
-    gradient = digits_gradient(_WIDTH)
-    rows = demo_rows(gradient)
-    _print_rows(rows, gradient.numel(), to_stderr=is_stdout(json))
+    _check_plot(plot)
+    hipress.codec(codec)
+    parse_rate(rate)
+    why = _refusal(rate)
+    setting = Setting(hosts=hosts, rate=None if why else rate, steps=steps, seed=seed)
+    where = f"{hosts} emulated hosts with {rate} links" if not why else f"{hosts} ranks, no links"
+    typer.echo(f"Training {MODEL} on digits, {steps} steps: {where}.", err=True)
+    if why:
+        typer.echo(f"Links cannot be emulated here: {why} Nothing is slow, then.", err=True)
+    started = time.monotonic()
+    with demo_view() as view:
+        rows = [_train(setting, name, view) for name in dict.fromkeys((PLAIN, codec))]
+    for row in rows:
+        row["speedup"] = row["steps_per_s"] / rows[0]["steps_per_s"]
+    _print(rows, setting, to_stderr=is_stdout(json))
+    _draw(plot, rows, setting)
+    typer.echo(
+        f"The loss over time is in {plot}. It took {time.monotonic() - started:.0f} s in all.\n"
+        "Next: docs/pytorch.md puts this into your own script in one line.",
+        err=is_stdout(json),
+    )
     if json is not None:
         write_json(json, "demo", rows)
 
 
-def digits_gradient(width: int) -> Tensor:
-    """All parameter gradients of a multi-layer perceptron on scikit-learn's digits, end to end."""
-    import torch
-    from torch import nn
-
-    images, labels = _digits()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(64, width),
-            nn.ReLU(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Linear(width, 10),
-        )
-    nn.functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return torch.cat([gradient.flatten() for gradient in gradients])
+def _check_plot(plot: Path) -> None:
+    if plot.suffix != ".png":
+        raise UsageError(f"--plot {str(plot)!r} is no PNG; give a name that ends in .png.")
+    if not plot.parent.is_dir():
+        raise UsageError(f"--plot {str(plot)!r} is in a folder that is not there; give another.")
 
 
-def demo_rows(gradient: Tensor, expressions: list[str] | None = None) -> list[dict[str, Any]]:
-    """One row per codec (all of them unless named), with a progress bar on stderr."""
-    from hipress.report.codec_rows import gradient_row, line_up
-    from hipress.report.table import progress_bar
-
-    names = line_up() if expressions is None else expressions
-    rows = []
-    with progress_bar(len(names)) as begin:
-        for name in names:
-            rows.append(gradient_row(name, gradient, on_round=begin(name)))
-    return rows
-
-
-def _digits() -> tuple[Tensor, Tensor]:
-    import torch
+def _refusal(rate: str) -> str | None:
+    """Why there is no lab with links here, if there is none."""
+    from hipress.lab import Lab
 
     try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingDependencyError("scikit-learn", extra="data") from error
-    digits = load_digits()
-    images = torch.from_numpy(digits.data).float() / 16
-    return images, torch.from_numpy(digits.target)
+        Lab(1, rate=rate).close()
+    except (LabError, ImportError) as error:
+        return str(error)
+    return None
 
 
-def _print_rows(rows: list[dict[str, Any]], num_parameters: int, to_stderr: bool) -> None:
-    from hipress.report.table import Column, fixed, print_table
+def _train(setting: Setting, codec: str, view: DemoView) -> dict[str, Any]:
+    """One training on a lab of its own: what rank 0 logs, and what the interfaces count."""
+    from hipress.lab import Lab
 
-    num_steps = rows[0]["num_steps"]
+    found: list[dict[str, Any]] = []
+
+    def on_line(rank: int, stream: str, line: str) -> None:
+        if rank == 0 and stream == "stdout" and line.startswith("{"):
+            row = json_.loads(line)
+            found.append(row)
+            view.on_row(codec, row, setting.steps)
+
+    view.begin(codec, setting.steps)
+    with Lab(setting.hosts, rate=setting.rate, shaped=setting.rate is not None) as lab:
+        before = _sent_bytes(lab)
+        lab.run(
+            setting.argv(codec),
+            # A thread for each rank: more would fight for the cores of this machine.
+            env={"OMP_NUM_THREADS": "1"},
+            timeout=LONGEST_S,
+            on_line=on_line,
+            check=True,
+        )
+        sent = None if before is None else (_sent_bytes(lab) or 0) - before
+    return _row(setting, codec, found, sent)
+
+
+def _sent_bytes(lab: Lab) -> int | None:
+    if not lab.shaped:
+        return None
+    return sum(lab.counters(host).sent_bytes for host in range(lab.hosts))
+
+
+def _row(
+    setting: Setting, codec: str, found: list[dict[str, Any]], sent: int | None
+) -> dict[str, Any]:
+    (facts,) = (row for row in found if row["kind"] == "start")
+    (end,) = (row for row in found if row["kind"] == "end")
+    curve = [row for row in found if row["kind"] == "step"]
+    return {
+        "codec": codec,
+        "strategy": facts["strategy"],
+        "model": facts["model"],
+        "num_parameters": facts["num_parameters"],
+        "hosts": setting.hosts,
+        "rate": setting.rate,
+        "steps": setting.steps,
+        "batch": facts["batch"],
+        "seed": setting.seed,
+        "seconds": end["seconds"],
+        "steps_per_s": end["steps_per_s"],
+        "wire_bytes_per_step": end["wire_bytes_per_step"],
+        "interface_bytes": sent,
+        "interface_bytes_per_step": None if sent is None else sent / setting.hosts / setting.steps,
+        "loss": end["loss"],
+        "accuracy": end["accuracy"],
+        "curve": [{key: row[key] for key in ("step", "time_s", "loss")} for row in curve],
+    }
+
+
+def _print(rows: list[dict[str, Any]], setting: Setting, *, to_stderr: bool) -> None:
+    from hipress.report.table import Column, Row, fixed, print_table
+
+    def megabytes(row: Row) -> str | None:
+        """By the interfaces; without any, what the engine says."""
+        total = row["interface_bytes_per_step"] or row["wire_bytes_per_step"]
+        return f"{total / 1e6:.2f}"
+
     columns = [
-        Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),
-        Column(header="smaller\nby", show=fixed("ratio", 1)),
-        Column(header="error,\n1 step", show=fixed("error", 4)),
-        Column(header=f"error, mean\nof {num_steps} steps", show=fixed("mean_error", 4)),
-        Column(header="encode\nGB/s", show=fixed("encode_gb_per_s", 1)),
-        Column(header="decode\nGB/s", show=fixed("decode_gb_per_s", 1)),
-        Column(header="memcpy\nGB/s", show=fixed("memcpy_gb_per_s", 1)),
+        Column(header="gradients", show=lambda row: str(row["codec"]), is_text=True),
+        Column(header="steps/s", show=fixed("steps_per_s", 2)),
+        Column(header="speed-up", show=lambda row: f"{row['speedup']:.1f} x"),
+        Column(header="seconds", show=fixed("seconds", 1)),
+        Column(header="MB sent per\nrank and step", show=megabytes),
+        Column(header="accuracy\n%", show=fixed("accuracy", 1)),
     ]
-    title = f"The gradient of an MLP on digits, {num_parameters / 1e6:.1f}M parameters, one thread"
+    link = "no emulated links" if setting.rate is None else f"{setting.rate} links"
+    title = f"{setting.steps} steps of {MODEL} on digits, {setting.hosts} hosts, {link}"
     print_table(title, columns, rows, to_stderr=to_stderr)
-    typer.echo(LEGEND.format(num_steps=num_steps), err=to_stderr)
-    typer.echo(
-        "Next: docs/compll.md shows how a codec is written, "
-        "and `hipress bench codecs` times them on 100 MB.",
-        err=to_stderr,
-    )
+
+
+def _draw(plot: Path, rows: list[dict[str, Any]], setting: Setting) -> None:
+    from hipress.report.loss_plot import Curve, draw
+
+    link = "without emulated links" if setting.rate is None else f"at {setting.rate}"
+    title = f"{MODEL} ({rows[0]['num_parameters'] / 1e6:.1f}M) on {setting.hosts} hosts {link}"
+    curves = [
+        Curve(
+            label=f"{row['codec']}: {row['accuracy']:.1f} % right after {row['seconds']:.0f} s",
+            rows=row["curve"],
+        )
+        for row in rows
+    ]
+    try:
+        draw(plot, title, curves)
+    except HipressError as error:
+        typer.echo(f"hipress: no picture: {error}", err=True)

@@ -17,7 +17,7 @@ from hipress.cli._machine import Facts
 from hipress.errors import HipressError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "data": ("scikit-learn",),
+    "data": ("pillow", "scikit-learn"),
     "frameworks": ("accelerate", "lightning"),
     "gpu": ("triton",),
     "jax": ("jax",),

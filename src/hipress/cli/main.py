@@ -47,9 +47,13 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "demo": Command("hipress.cli.demo", "Show the codecs at work on a real gradient."),
+    "demo": Command(
+        "hipress.cli.demo", "Train on an emulated cluster, with compression and without."
+    ),
+    "train": Command("hipress.cli.train", "Train a named model on named data, with any codec."),
     "bench": Command("hipress.cli.bench", "Measure speed and accuracy, beside a baseline."),
     "compll": Command("hipress.cli.compll", "Compile, show and check a compression program."),
+    "run": Command("hipress.cli.run", "Start a script on this machine or on many."),
     "lab": Command("hipress.cli.lab", "Run a command on an emulated cluster."),
     "doctor": Command("hipress.cli.doctor", "Say what this machine has and what will be used."),
 }

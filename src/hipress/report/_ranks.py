@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -94,8 +95,15 @@ def run_rank(main: Callable[[str], None]) -> None:
         main(sys.argv[1])
     except HipressError as failure:
         sys.exit(str(failure))
-    # Not through the interpreter's end: gloo's threads may still hold callbacks of torch's hooks,
-    # and one that is freed while Python shuts down aborts the process (seen once in some 30 runs).
+    leave()
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this rank's process.
+
+    Not through the interpreter's end: gloo's threads may still hold callbacks of torch's hooks, and
+    one that is freed while Python shuts down aborts the process (seen once in some 30 runs).
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)

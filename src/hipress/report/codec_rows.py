@@ -1,7 +1,7 @@
 """Rows about codecs: speed beside memcpy and beside eager torch, and error on a real gradient.
 
 Each function takes a codec expression and returns one flat row of plain numbers; the commands
-`hipress bench codecs` and `hipress demo` only print or store them.
+`hipress bench codecs` and `hipress bench gradient` only print or store them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""`hipress run`: start a script on this machine or on many."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hipress.launch.hosts import Host
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: hipress run -H node1:4,node2:4 --interface eth0 -- python train.py",
+    # What follows the command's name belongs to the command, with or without "--".
+    context_settings={"allow_interspersed_args": False},
+)
+def run(
+    command: Annotated[list[str], typer.Argument(help="The command, run once per rank.")],
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", "-H", help="Hosts and ranks on each: node1,me@node2:4."),
+    ] = None,
+    hosts_file: Annotated[
+        Path | None, typer.Option(help="A JSON list of hosts instead, as docs/launch.md says.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", "-n", help="Ranks on this machine, without ssh.")
+    ] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="The network card that ranks use on all hosts: eth0.")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="Send a variable: NAME as it is here, or NAME=VALUE; may be repeated."),
+    ] = None,
+    directory: Annotated[
+        str | None, typer.Option("--dir", help="Where to run; the name of this folder if not told.")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="The Python of the hosts; the path of this one if not told.")
+    ] = None,
+    ssh: Annotated[str, typer.Option(help='The ssh to use, with options: "ssh -i key".')] = "ssh",
+    ssh_port: Annotated[int | None, typer.Option(help="Where sshd listens on the hosts.")] = None,
+    port: Annotated[
+        int, typer.Option(help="Where the first host listens for the others; 0 finds a free one.")
+    ] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often all ranks start over when one fails.")
+    ] = 0,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that all ranks together may take to start.")
+    ] = 120.0,
+    output: Annotated[
+        Path | None, typer.Option(help="A folder for the output of each rank, in rank0.log ...")
+    ] = None,
+) -> None:
+    """Run a command once per rank, on this machine or on many over ssh.
+
+    It runs torchrun on each host, so ranks find RANK, WORLD_SIZE and the
+    rest. Lines are prefixed with the rank: [rank 3]. When one rank fails
+    all are ended, and the exit code is that of the first failure.
+    """
+    from hipress.launch.environment import forwarded
+    from hipress.launch.hosts import check_port
+    from hipress.launch.launcher import Job, launch
+
+    for number, option in ((port or 1, "--port"), (ssh_port or 1, "--ssh-port")):
+        check_port(number, option)
+    job = Job(
+        command=command,
+        hosts=_hosts(hosts, hosts_file, nproc),
+        is_local=nproc is not None,
+        env=forwarded(env or [], interface, os.environ),
+        folder=os.getcwd() if directory is None else directory,
+        python=sys.executable if python is None else python,
+        ssh=_ssh(ssh),
+        ssh_port=ssh_port,
+        port=port,
+        max_restarts=max_restarts,
+        timeout_s=timeout,
+        output=output,
+    )
+    outcome = launch(job)
+    if outcome.sentence is not None:
+        print(f"hipress: {outcome.sentence}", file=sys.stderr)
+    raise typer.Exit(outcome.code)
+
+
+def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tuple[Host, ...]:
+    from hipress.errors import UsageError
+    from hipress.launch.hosts import Host, parse_hosts, read_hosts
+
+    given = [
+        option
+        for option, value in (("-H", hosts), ("--hosts-file", hosts_file), ("--nproc", nproc))
+        if value is not None
+    ]
+    if len(given) != 1:
+        said = " and ".join(given) + " are given" if given else "no host is given"
+        raise UsageError(
+            f"{said}; write one of -H node1:4,node2:4, --hosts-file hosts.json, or --nproc 4 for "
+            f"this machine"
+        )
+    if hosts is not None:
+        return parse_hosts(hosts)
+    if hosts_file is not None:
+        return read_hosts(hosts_file)
+    assert nproc is not None
+    if nproc < 1:
+        raise UsageError(f"--nproc is {nproc}; it must be 1 or more")
+    return (Host(name="localhost", slots=nproc),)
+
+
+def _ssh(text: str) -> list[str]:
+    from hipress.errors import UsageError
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--ssh {text!r} can not be read: {error}; close the quote") from None
+    if not words:
+        raise UsageError('--ssh is empty; name the program, as in --ssh "ssh -i key"')
+    return words

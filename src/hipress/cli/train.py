@@ -1,0 +1,336 @@
+"""`hipress train`: data-parallel training of a named model on named data, with any codec."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hipress.errors import HipressError, UsageError
+
+if TYPE_CHECKING:
+    from hipress.launch import World
+    from hipress.train.config import Config
+    from hipress.train.job import Job
+    from hipress.train.result import Facts, Result
+
+app = typer.Typer()
+
+PARTING_S = 5.0
+"""How long rank 0 waits at most for the others, after an error that all have."""
+
+DATA = "Data"
+LENGTH = "Length and learning rate"
+EXCHANGE = "Exchange"
+OUTPUT = "Checkpoints and output"
+PLACE = "Machine"
+
+
+@app.command(
+    epilog="Example: hipress train --model cnn --data digits --codec onebit --epochs 5; "
+    "on four ranks: hipress run --nproc 4 -- hipress train --model cnn"
+)
+def train(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Folder or files of --data, where it has any.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="A built-in model (docs/models.md), or package.module:callable.")
+    ] = "cnn",
+    data: Annotated[
+        str,
+        typer.Option(
+            help="digits, synthetic, fashion-mnist DIR, cifar100 DIR, imagefolder DIR, text FILE "
+            "or parallel-text SRC TGT.",
+            rich_help_panel=DATA,
+        ),
+    ] = "digits",
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Examples per rank and step.", rich_help_panel=DATA),
+    ] = None,
+    side: Annotated[
+        int | None, typer.Option(min=1, help="Pixels of an image's side.", rich_help_panel=DATA)
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a sequence.", rich_help_panel=DATA)
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option(help="What text is cut into: bytes or words.", rich_help_panel=DATA)
+    ] = "bytes",
+    loaders: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that prepare batches.", rich_help_panel=DATA),
+    ] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            help="Expression, e.g. 'dgc(ratio=0.01)'; uncompressed: DDP as it comes.",
+            rich_help_panel=EXCHANGE,
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="ps, ring, hierarchical or allreduce.", rich_help_panel=EXCHANGE),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="File that decides for each gradient.", rich_help_panel=EXCHANGE),
+    ] = None,
+    min_size: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Gradients with fewer elements are left alone; 4096 if not given.",
+            rich_help_panel=EXCHANGE,
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Parameters left alone: name or pattern.", rich_help_panel=EXCHANGE),
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Parameters compressed though small.", rich_help_panel=EXCHANGE),
+    ] = None,
+    plain_steps: Annotated[
+        int,
+        typer.Option(min=0, help="First steps without compression.", rich_help_panel=EXCHANGE),
+    ] = 0,
+    epochs: Annotated[
+        float | None,
+        typer.Option(help="How long; 1 if neither is given.", rich_help_panel=LENGTH),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="How long, in steps.", rich_help_panel=LENGTH)
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="sgd, adam or adamw.", rich_help_panel=LENGTH)
+    ] = "sgd",
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate, not scaled by ranks; 0.05 for sgd, else 0.001.",
+            rich_help_panel=LENGTH,
+        ),
+    ] = None,
+    momentum: Annotated[
+        float,
+        typer.Option(help="Of sgd; left out where the codec has it.", rich_help_panel=LENGTH),
+    ] = 0.9,
+    nesterov: Annotated[
+        bool, typer.Option("--nesterov", help="Nesterov's momentum.", rich_help_panel=LENGTH)
+    ] = False,
+    weight_decay: Annotated[float, typer.Option(help="L2 term.", rich_help_panel=LENGTH)] = 0.0,
+    lr_mode: Annotated[
+        str, typer.Option(help="constant, step or cosine.", rich_help_panel=LENGTH)
+    ] = "constant",
+    lr_decay: Annotated[
+        float, typer.Option(help="Factor of each step.", rich_help_panel=LENGTH)
+    ] = 0.1,
+    lr_decay_epochs: Annotated[
+        str | None, typer.Option(help="When, e.g. 50,80.", rich_help_panel=LENGTH)
+    ] = None,
+    warmup_epochs: Annotated[
+        float,
+        typer.Option(help="In which the rate rises from --warmup-lr.", rich_help_panel=LENGTH),
+    ] = 0.0,
+    warmup_lr: Annotated[float, typer.Option(help="Where it starts.", rich_help_panel=LENGTH)] = 0,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="Largest norm of the gradient.", rich_help_panel=LENGTH)
+    ] = None,
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Batches of a step.", rich_help_panel=LENGTH)
+    ] = 1,
+    amp: Annotated[
+        str, typer.Option(help="Mixed precision: off, bf16 or fp16.", rich_help_panel=LENGTH)
+    ] = "off",
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of weights, order and codecs.", rich_help_panel=LENGTH)
+    ] = 0,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Folder for checkpoints, seen by all hosts.", rich_help_panel=OUTPUT),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps; each epoch if not given.", rich_help_panel=OUTPUT),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from --checkpoint.", rich_help_panel=OUTPUT)
+    ] = False,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="File for JSON lines; - for stdout.", rich_help_panel=OUTPUT),
+    ] = None,
+    log_every: Annotated[
+        int, typer.Option(min=1, help="Steps between lines.", rich_help_panel=OUTPUT)
+    ] = 10,
+    eval_every: Annotated[
+        float, typer.Option(help="Epochs; 0: at the end.", rich_help_panel=OUTPUT)
+    ] = 1.0,
+    check_every: Annotated[
+        int,
+        typer.Option(min=0, help="Steps between comparisons of ranks.", rich_help_panel=OUTPUT),
+    ] = 0,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Trace of five steps, for Perfetto.", rich_help_panel=OUTPUT)
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write the result here; - for stdout.", rich_help_panel=OUTPUT),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=PLACE)] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="auto, gloo or nccl.", rich_help_panel=PLACE)
+    ] = "auto",
+) -> None:
+    """Train a model with data parallelism and compressed gradients.
+
+    Every rank runs this command: start it with hipress run, torchrun,
+    srun or hipress lab run; alone it is one rank. Speed is counted without
+    evaluations, checkpoints and the first 3 steps. A loss that is not
+    finite, or ranks that end with different parameters, are errors.
+    """
+    from hipress.report.table import check_json, is_stdout
+    from hipress.train.config import Config
+
+    if str(log) == "-" and is_stdout(json):
+        raise UsageError("--log - and --json - both want stdout; give one of them a file.")
+    check_json(json)
+    config = Config(
+        model=model,
+        data=data,
+        paths=tuple(paths or ()),
+        codec=codec,
+        strategy=strategy,
+        plan=plan,
+        min_size=min_size,
+        exclude=tuple(exclude or ()),
+        include=tuple(include or ()),
+        plain_steps=plain_steps,
+        batch=batch,
+        accumulate=accumulate,
+        epochs=epochs,
+        steps=steps,
+        optimizer=optimizer,
+        rate=lr,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        rate_mode=lr_mode,
+        rate_decay=lr_decay,
+        decay_epochs=_epochs(lr_decay_epochs),
+        warmup_epochs=warmup_epochs,
+        warmup_rate=warmup_lr,
+        clip_norm=clip_norm,
+        amp=amp,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        log_every=log_every,
+        eval_every=eval_every,
+        check_every=check_every,
+        timeline=timeline,
+        device=device,
+        backend=backend,
+        seed=seed,
+        loaders=loaders,
+        side=side,
+        length=length,
+        tokens=tokens,
+    )
+    config.check()
+    _run(config, log, json)
+
+
+def _epochs(text: str | None) -> tuple[float, ...]:
+    try:
+        return () if text is None else tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"--lr-decay-epochs {text!r} is no list of numbers; give e.g. 50,80."
+        ) from None
+
+
+def _run(config: Config, log: Path | None, json: Path | None) -> None:
+    """This process as a rank."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from hipress import launch, settings
+    from hipress.errors import AgreementError, TrainingError
+    from hipress.report._ranks import leave
+    from hipress.train import devices
+    from hipress.train.job import Job, JointError
+
+    world = launch.join()
+    if world.rank > 0 and not os.environ.get(settings.LOG.name):
+        logging.getLogger("hipress").setLevel(logging.ERROR)  # all say the same
+    where, backend = devices.choose(
+        config.device, config.backend, local_rank=world.local_rank, num_local=world.local_size
+    )
+    # A little longer than ours, which names the rank that is late; torch's own is half an hour.
+    dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout_s() + 30))
+    try:
+        job = Job(config, where)
+        facts, result = _watched(job, world, log)
+    except HipressError as error:
+        if world.size == 1:
+            dist.destroy_process_group()
+            raise
+        # What all ranks raise alike is said once.
+        is_joint = isinstance(error, (AgreementError, JointError, TrainingError))
+        if world.rank == 0 or not is_joint:
+            print(f"hipress: {error}", file=sys.stderr, flush=True)
+        if is_joint:
+            _wait_for_others(world)
+        leave(2)
+    dist.barrier()
+    job.close()
+    if world.rank == 0:
+        _tell(facts, result, json)
+    dist.destroy_process_group()
+    if world.size > 1:
+        leave()
+
+
+def _wait_for_others(world: World) -> None:
+    """Let rank 0 be the last: the others may still read from the store that its process holds."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    num_here = store.add("hipress/train/left", 1)
+    deadline = time.monotonic() + PARTING_S
+    while world.rank == 0 and num_here < world.size and time.monotonic() < deadline:
+        time.sleep(0.02)
+        num_here = store.add("hipress/train/left", 0)
+
+
+def _watched(job: Job, world: World, log: Path | None) -> tuple[Facts, Result]:
+    from hipress.cli._train_view import Silent, view
+
+    facts = job.facts()
+    if world.rank != 0:
+        return facts, job.run(Silent())
+    with view(log, resumes=facts.first_step > 0) as shown:
+        result = job.run(shown)
+        shown.on_end(result)
+    return facts, result
+
+
+def _tell(facts: Facts, result: Result, json: Path | None) -> None:
+    from dataclasses import asdict
+
+    from hipress.cli._train_view import summary
+    from hipress.report.table import is_stdout, write_json
+
+    typer.echo(summary(facts, result), err=is_stdout(json))
+    if json is not None:
+        write_json(json, "train", [asdict(facts) | asdict(result)])

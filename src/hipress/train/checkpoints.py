@@ -1,0 +1,77 @@
+"""The file a training job goes on from: complete or not there, refused where it does not fit."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hipress.errors import UsageError
+
+NAME = "checkpoint.pt"
+VERSION = 1
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a UsageError where no checkpoint could be written, before hours are spent."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"--checkpoint {str(folder)!r} cannot be written: {error.strerror}; give a folder that "
+            "may be."
+        ) from error
+
+
+def save(folder: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint whole or not at all: the one before stays until this one is complete."""
+    file = folder / NAME
+    partial = file.with_suffix(".partial")
+    with partial.open("wb") as out:
+        torch.save({"version": VERSION, **state}, out)
+        out.flush()
+        os.fsync(out.fileno())
+    partial.replace(file)
+
+
+def load(folder: Path) -> dict[str, Any] | None:
+    """The checkpoint of a folder; None if there is none yet.
+
+    Raises:
+        UsageError: The file is no checkpoint of ours, or of a later version.
+    """
+    file = folder / NAME
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(
+            f"{str(file)!r} is no checkpoint that can be read ({reason}); move it away to start "
+            "from the beginning."
+        ) from error
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != VERSION:
+        raise UsageError(
+            f"{str(file)!r} is a checkpoint of version {version!r} and this HiPress reads "
+            f"{VERSION}; use the release that wrote it."
+        )
+    assert isinstance(state, dict)
+    return state
+
+
+def compare(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise a UsageError that names the first thing in which a checkpoint is of another job."""
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise UsageError(
+                f"the checkpoint in {str(folder)!r} has {name} {found.get(name)!r} and this job "
+                f"{value!r}; give the same, or another --checkpoint folder."
+            )

@@ -1,0 +1,142 @@
+"""What a training job is told: the options of `hipress train`, checked as far as they can be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from hipress.errors import UsageError
+from hipress.train.rates import Schedule
+from hipress.train.virtual_sync import PLAIN
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+AMP = ("off", "bf16", "fp16")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "gloo", "nccl")
+DEFAULT_RATE = {"sgd": 0.05, "adam": 0.001, "adamw": 0.001}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A job; the same on all ranks."""
+
+    model: str = "cnn"
+    data: str = "digits"
+    paths: tuple[Path, ...] = ()
+    """Folder or files of the data."""
+    codec: str | None = None
+    """An expression, `uncompressed` for DDP as it comes, or what `attach` takes by itself."""
+    strategy: str | None = None
+    plan: Path | None = None
+    min_size: int | None = None
+    """Elements; smaller gradients are left alone."""
+    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    plain_steps: int = 0
+    """At the start, in which nothing is compressed."""
+
+    batch: int | None = None
+    """Examples per rank and micro-batch; the model's own if None."""
+    accumulate: int = 1
+    """Micro-batches of a step."""
+    epochs: float | None = None
+    steps: int | None = None
+    optimizer: str = "sgd"
+    rate: float | None = None
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    rate_mode: str = "constant"
+    rate_decay: float = 0.1
+    decay_epochs: tuple[float, ...] = ()
+    warmup_epochs: float = 0.0
+    warmup_rate: float = 0.0
+    clip_norm: float | None = None
+    amp: str = "off"
+
+    checkpoint: Path | None = None
+    checkpoint_every: int | None = None
+    """Steps; at the end of every epoch if None."""
+    resume: bool = False
+    log_every: int = 10
+    eval_every: float = 1.0
+    """Epochs; 0: only at the end."""
+    check_every: int = 0
+    timeline: Path | None = None
+
+    device: str = "auto"
+    backend: str = "auto"
+    seed: int = 0
+    loaders: int | None = None
+    """Processes that prepare batches; 0 where the data is in memory, 2 for image files, if None."""
+    side: int | None = None
+    length: int | None = None
+    tokens: str = "bytes"
+
+    @property
+    def base_rate(self) -> float:
+        """The learning rate after the rise."""
+        return DEFAULT_RATE[self.optimizer] if self.rate is None else self.rate
+
+    def schedule(self, num_epochs: float, steps_per_epoch: int) -> Schedule:
+        """The learning rates of a run of so many epochs, checked."""
+        made = Schedule(
+            step_epochs=1 / steps_per_epoch,
+            base=self.base_rate,
+            mode=self.rate_mode,
+            num_epochs=num_epochs,
+            warmup_epochs=self.warmup_epochs,
+            warmup_rate=self.warmup_rate,
+            decay=self.rate_decay,
+            decay_epochs=self.decay_epochs,
+        )
+        made.check()
+        return made
+
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """Of the whole run; an epoch where nothing is said."""
+        if self.steps is not None:
+            return self.steps
+        return max(round((1.0 if self.epochs is None else self.epochs) * steps_per_epoch), 1)
+
+    def check(self) -> None:
+        """Raise a UsageError for the first thing that cannot be."""
+        for option, value, choices in (
+            ("--optimizer", self.optimizer, OPTIMIZERS),
+            ("--amp", self.amp, AMP),
+            ("--device", self.device, DEVICES),
+            ("--backend", self.backend, BACKENDS),
+        ):
+            if value not in choices:
+                raise UsageError(f"{option} {value!r} is none of {', '.join(choices)}; choose one.")
+        if self.epochs is not None and self.steps is not None:
+            raise UsageError("--epochs and --steps both say how long to train; give one of them.")
+        for option, number, least in (
+            ("--epochs", self.epochs, 0.0),
+            ("--weight-decay", self.weight_decay, 0.0),
+            ("--eval-every", self.eval_every, 0.0),
+        ):
+            if number is not None and not (math.isfinite(number) and number >= least):
+                raise UsageError(f"{option} is {number:g}; it must be {least:g} or more.")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"--momentum is {self.momentum:g}; it must be from 0 to below 1.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UsageError(f"--clip-norm is {self.clip_norm:g}; it must be above 0.")
+        if self.nesterov and (self.optimizer != "sgd" or self.momentum == 0):
+            raise UsageError("--nesterov needs --optimizer sgd and a --momentum above 0.")
+        if self.resume and self.checkpoint is None:
+            raise UsageError("--resume needs --checkpoint DIR, the folder to go on from.")
+        if self.checkpoint_every is not None and self.checkpoint is None:
+            raise UsageError("--checkpoint-every needs --checkpoint DIR, the folder to write to.")
+        if self.plan is not None and (self.codec is not None or self.strategy is not None):
+            raise UsageError(
+                "--plan decides codec and strategy for each gradient; leave --codec and --strategy "
+                "out, or the plan."
+            )
+        if self.codec == PLAIN and (self.strategy is not None or self.timeline is not None):
+            given = "--strategy" if self.strategy is not None else "--timeline"
+            raise UsageError(
+                f"--codec {PLAIN} leaves gradients to DDP, so {given} has nothing to act on; leave "
+                "it out, or give --codec none, which sends gradients as they are."
+            )

@@ -1,0 +1,485 @@
+"""A training job, one rank of it: model, data and codec by name, DDP and `hipress.attach`.
+
+    build         model on the device, DDP, optimizer, exchange; a checkpoint is loaded
+    every step    batch -> forward -> backward, in which gradients travel -> optimizer
+    now and then  a row for the log, an evaluation by all ranks, a checkpoint
+
+What happens in a step follows from the seed and the number of the step, so that a job that is
+resumed does bit for bit what it would have done. The caller has made the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.nn.parallel import DistributedDataParallel
+
+import hipress
+import hipress.torch
+from hipress import settings
+from hipress.casync.agree import Council
+from hipress.errors import MissingDependencyError, TrainingError, UsageError
+from hipress.torch import DEFAULT_CODEC, selection
+from hipress.torch.replicas import compare, digests
+from hipress.train import checkpoints, models, optimizers
+from hipress.train.config import Config
+from hipress.train.data import open_data
+from hipress.train.loading import batches
+from hipress.train.pace import Pace
+from hipress.train.result import Facts, Result
+from hipress.train.sampling import Sampler
+from hipress.train.tasks import TASKS, Batch
+from hipress.train.virtual_sync import PLAIN
+
+_log = logging.getLogger("hipress")
+
+NUM_UNTIMED = 3
+"""Steps at the start that do not count for speed: kernels are compiled, buckets laid out."""
+EVAL_BATCH = 64
+TRACED_STEPS = 5
+FILE_LOADERS = 2
+"""Processes that read files for every batch, unless the user says otherwise."""
+_OF_A_HOST = ("paths", "checkpoint", "timeline", "plan", "loaders")
+_AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class JointError(UsageError):
+    """A refusal that all ranks raise alike."""
+
+
+class Watcher(Protocol):
+    """Who is told how a job goes; on all ranks, with the same rows."""
+
+    def on_start(self, facts: Facts) -> None:
+        """Before the first step."""
+
+    def on_step(self, step: int) -> None:
+        """After every step; must be quick."""
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        """Every `log_every` steps, and after an evaluation."""
+
+
+class Job:
+    """One rank's part of a training job.
+
+    Args:
+        config: What to do, the same on all ranks.
+        device: Where this rank computes.
+
+    Raises:
+        UsageError: Something in the config cannot be.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        refusal = None
+        try:
+            self._prepare()
+        except (UsageError, MissingDependencyError) as error:
+            refusal = str(error)
+        self._agree(refusal)
+        self._build()
+        self.step = 0
+        if config.resume:
+            self._resume()
+
+    def _prepare(self) -> None:
+        """All that this rank can do, and refuse, by itself."""
+        config = self.config
+        config.check()
+        line = models.model(config.model)
+        self.data = open_data(
+            config.data,
+            config.paths,
+            task=line.task,
+            draw=line.draw,
+            least_side=line.least_side,
+            side=config.side or (line.side if config.data == "imagefolder" else None),
+            length=config.length or line.length,
+            tokens=config.tokens,
+            seed=config.seed,
+        )
+        if config.loaders and config.data == "synthetic":
+            raise UsageError("--loaders has nothing to load of synthetic data; leave it out.")
+        self.task = TASKS[line.task or self.data.task]
+        self.sampler = Sampler(
+            num_examples=self.data.num_train,
+            batch=(config.batch or line.batch) * config.accumulate,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            seed=config.seed,
+        )
+        self.sampler.check()
+        per_epoch = self.sampler.steps_per_epoch
+        self.num_steps = config.num_steps(per_epoch)
+        self.schedule = config.schedule(self.num_steps / per_epoch, per_epoch)
+        if config.checkpoint is not None:
+            checkpoints.check_folder(config.checkpoint)
+        self.rules = selection.rules(**self._asked(), default_codec=DEFAULT_CODEC)
+        self.model = line.make(config.seed, **self.data.sizes)
+        selection.check_names(self.rules, [name for name, _ in self.model.named_parameters()])
+
+    def _asked(self) -> dict[str, Any]:
+        """The arguments of `attach` that say what is compressed."""
+        config = self.config
+        return {
+            "codec": None if config.codec == PLAIN else config.codec,
+            "strategy": config.strategy,
+            "plan": None if config.plan is None else str(config.plan),
+            "exclude": config.exclude,
+            "include": config.include,
+            "min_size": selection.MIN_SIZE if config.min_size is None else config.min_size,
+        }
+
+    def _agree(self, refusal: str | None) -> None:
+        """Raise on all ranks where one refuses, or has other arguments."""
+        store = PrefixStore("hipress/train", dist.distributed_c10d._get_default_store())
+        council = Council(store, self.rank, self.num_ranks, settings.timeout_s())
+        # Ranks may have their data and checkpoints in different places.
+        facts = {k: v for k, v in asdict(self.config).items() if k not in _OF_A_HOST}
+        told = council.agree("hipress train", facts, told=refusal)
+        for rank, text in enumerate(told):
+            if text is not None:
+                alone = self.num_ranks > 1 and len(set(told)) > 1
+                raise JointError(f"rank {rank}: {text}" if alone else text)
+
+    def _build(self) -> None:
+        """The exchange with the other ranks."""
+        config, device = self.config, self.device
+        self.model.to(device)
+        self.ddp = DistributedDataParallel(
+            self.model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            # Ranks that drew the same weights need not send them: on a slow line that is minutes.
+            init_sync=not self._ranks_agree(),
+        )
+        self.scaler = torch.amp.GradScaler(device.type) if config.amp == "fp16" else None
+        enabled = config.codec != PLAIN
+        self.optimizer = optimizers.make(config, self.model, self.rules if enabled else None)
+        self.sync = hipress.attach(
+            self.ddp,
+            **self._asked(),
+            warmup_steps=config.plain_steps,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            enabled=enabled,
+            check_every=config.check_every,
+            seed=config.seed,
+        )
+
+    def facts(self) -> Facts:
+        """What a reader of the log wants to know first."""
+        config, sync = self.config, self.sync
+        sizes = {n: p.numel() for n, p in self.model.named_parameters() if p.requires_grad}
+        skipped = sync.skipped
+        compressed = [name for name in sync.gradients if name not in skipped]
+        per_epoch = self.sampler.steps_per_epoch
+        codec = config.codec or (DEFAULT_CODEC if config.plan is None else "plan")
+        return Facts(
+            model=config.model,
+            num_parameters=sum(sizes.values()),
+            data=self.data.name,
+            num_train=self.data.num_train,
+            num_test=self.data.num_test,
+            codec=codec,
+            strategy=None if codec in (PLAIN, "plan") else sync.rules.strategy,
+            num_compressed=len(compressed),
+            num_gradients=len(sizes),
+            compressed_share=sum(sizes[name] for name in compressed) / sum(sizes.values()),
+            num_ranks=self.num_ranks,
+            device=str(self.device),
+            backend=dist.get_backend(),
+            batch=self.sampler.batch,
+            first_step=self.step,
+            num_steps=self.num_steps,
+            num_epochs=self.num_steps / per_epoch,
+            steps_per_epoch=per_epoch,
+            unit=self.task.unit,
+        )
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def run(self, watcher: Watcher) -> Result:
+        """Train to the end.
+
+        Raises:
+            TrainingError: The loss is not finite.
+        """
+        watcher.on_start(self.facts())
+        config, first = self.config, self.step
+        pace = Pace(first, self.step + NUM_UNTIMED)
+        losses, num_losses = torch.zeros((), device=self.device), 0
+        last: dict[str, Any] = {}
+        for batch in batches(self.data, self.sampler, first, self.num_steps, self._num_loaders):
+            if self.step == first + NUM_UNTIMED:
+                self._wait_for_device()
+                pace.begin(self.step)
+                if config.timeline is not None:
+                    self.sync.timeline(str(config.timeline), steps=TRACED_STEPS)
+            losses, num_losses = losses + self._train(batch), num_losses + 1
+            self.step += 1
+            pace.num_units += self.task.num_units(batch)
+            watcher.on_step(self.step)
+            tests, saves = self._is_test_time(), self._is_checkpoint_time()
+            if not (tests or saves or self._is_point(config.log_every)):
+                continue
+            loss = self._mean(losses / num_losses)  # waits for the device
+            losses, num_losses = torch.zeros_like(losses), 0
+            row = {"kind": "step", **pace.end(self.step), "epoch": self._epoch, "loss": loss}
+            self._check_loss(loss)
+            watcher.on_row(row | {"rate": self._rate(self.step - 1)})
+            last |= row
+            if tests:
+                last |= self._test(pace, watcher)
+            if saves:
+                self.save()
+            pace.begin(self.step)
+        if self.step == first:  # resumed at its end
+            last = self._test(pace, watcher)
+        self._check_replicas()
+        return self._result(pace, last, first)
+
+    def _test(self, pace: Pace, watcher: Watcher) -> dict[str, Any]:
+        found = self.evaluate()
+        at = {"step": self.step, "time_s": pace.elapsed_s, "epoch": self._epoch}
+        watcher.on_row({"kind": "test", **at, **found})
+        return found
+
+    def evaluate(self) -> dict[str, float | None]:
+        """Loss and accuracy on the test data, which all ranks share out."""
+        self.model.eval()
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)  # running statistics, which ranks have their own of
+        total = torch.zeros(4, dtype=torch.float64)
+        mine = torch.arange(self.rank, self.data.num_test, self.num_ranks)
+        with torch.no_grad(), self._autocast():
+            for indices in torch.split(mine, EVAL_BATCH):
+                score = self.task.evaluate(self.model, self._on_device(self.data.test(indices)))
+                # Where nothing is right or wrong, the loss is a mean over examples.
+                weight = score.num_scored or len(indices)
+                total += torch.tensor(
+                    [score.loss_sum, weight, score.num_right, score.num_scored],
+                    dtype=torch.float64,
+                )
+        self.model.train()
+        total = total.to(self._wire_device)
+        dist.all_reduce(total)
+        loss_sum, weight, num_right, num_scored = total.tolist()
+        return {
+            "test_loss": loss_sum / weight if weight else None,
+            "accuracy": 100 * num_right / num_scored if num_scored else None,
+        }
+
+    def save(self) -> None:
+        """Write a checkpoint; on all ranks."""
+        assert self.config.checkpoint is not None
+        state = {
+            "job": self._identity(),
+            "examples": self.step * self.sampler.together,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "sync": self.sync.state_dict() if self.sync.enabled else None,
+        }
+        if self.rank == 0:
+            checkpoints.save(self.config.checkpoint, state)
+
+    def close(self) -> None:
+        """End the exchange; when all ranks are done with it."""
+        if self.sync.enabled:
+            self.sync.engine.close()
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def _train(self, batch: Batch) -> Tensor:
+        """One step; the loss of this rank."""
+        torch.manual_seed(self.sampler.seed_of(self.step))  # of dropout
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate(self.step)
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = list(zip(*(t.chunk(self.config.accumulate) for t in batch), strict=True))
+        total = torch.zeros((), device=self.device)
+        for number, part in enumerate(parts, 1):
+            waits = number < len(parts)
+            with self.ddp.no_sync() if waits else contextlib.nullcontext():
+                with self._autocast():
+                    loss = self.task.loss(self.ddp, self._on_device(part)) / len(parts)
+                torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
+            total += loss.detach()
+        if self.config.clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return total
+
+    def _rate(self, step: int) -> float:
+        return self.schedule.rate_at(step / self.sampler.steps_per_epoch)
+
+    def _autocast(self) -> torch.autocast:
+        dtype = _AMP.get(self.config.amp)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return tuple(part.to(self.device, non_blocking=True) for part in batch)
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # --- now and then -----------------------------------------------------------------------------
+
+    @property
+    def _epoch(self) -> float:
+        return self.step / self.sampler.steps_per_epoch
+
+    def _is_point(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.num_steps
+
+    def _is_test_time(self) -> bool:
+        if self.step == self.num_steps:
+            return True
+        every = round(self.config.eval_every * self.sampler.steps_per_epoch)
+        return every > 0 and self.step % every == 0
+
+    def _is_checkpoint_time(self) -> bool:
+        if self.config.checkpoint is None:
+            return False
+        return self._is_point(self.config.checkpoint_every or self.sampler.steps_per_epoch)
+
+    @property
+    def _num_loaders(self) -> int:
+        if self.config.loaders is not None:
+            return self.config.loaders
+        return FILE_LOADERS if self.data.reads_files else 0
+
+    def _mean(self, value: Tensor) -> float:
+        """Over all ranks."""
+        value = value.detach().to(self._wire_device, torch.float64)
+        dist.all_reduce(value)
+        return float(value) / self.num_ranks
+
+    def _check_loss(self, mean: float) -> None:
+        if not math.isfinite(mean):
+            raise TrainingError(
+                f"the loss is {mean} at step {self.step}; start again with a smaller --lr than "
+                f"{self.config.base_rate:g}, --warmup-epochs or --clip-norm"
+                f"{', or go on from the last checkpoint with --resume' if self._saves else ''}."
+            )
+
+    @property
+    def _saves(self) -> bool:
+        return self.config.checkpoint is not None
+
+    def _digests(self) -> list[dict[str, str]]:
+        mine = digests(self.model.named_parameters())
+        values = torch.tensor([int(text, 16) - 2**63 for text in mine.values()])
+        return [dict(zip(mine, map(str, one), strict=True)) for one in self._gather(values)]
+
+    def _gather(self, values: Tensor) -> list[list[int]]:
+        """Whole numbers of all ranks."""
+        values = values.to(self._wire_device)
+        found = [torch.empty_like(values) for _ in range(self.num_ranks)]
+        dist.all_gather(found, values)
+        return [one.tolist() for one in found]
+
+    @property
+    def _wire_device(self) -> torch.device:
+        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+    def _ranks_agree(self) -> bool:
+        found = self._digests()
+        return all(one == found[0] for one in found)
+
+    def _check_replicas(self) -> None:
+        compare(self._digests(), self.step)
+
+    def _result(self, pace: Pace, last: dict[str, Any], first: int) -> Result:
+        stats = self.sync.stats()
+        num_done = max(self.step - first, 1)
+        numel = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        plain = 2 * (self.num_ranks - 1) / self.num_ranks * 4 * numel
+        sent = stats.sent_bytes / num_done if self.sync.enabled else plain
+        sent = self._mean(torch.tensor(float(sent), device=self.device))
+        steps_per_s, units_per_s = pace.speed()
+        return Result(
+            num_steps=self.step - first,
+            seconds=pace.elapsed_s,
+            steps_per_s=steps_per_s,
+            units_per_s=units_per_s * self.num_ranks,
+            units_per_s_per_rank=units_per_s,
+            unit=self.task.unit,
+            wire_bytes_per_step=sent,
+            ratio=plain / sent if sent else 1.0,
+            loss=last.get("loss"),
+            test_loss=last.get("test_loss"),
+            accuracy=last.get("accuracy"),
+            memory_bytes=stats.state_bytes + stats.buffer_bytes,
+        )
+
+    # --- going on ---------------------------------------------------------------------------------
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to be this job's."""
+        config = self.config
+        return {
+            "model": config.model,
+            "data": config.data,
+            "sizes": dict(self.data.sizes),
+            "optimizer": config.optimizer,
+        }
+
+    def _resume(self) -> None:
+        folder = self.config.checkpoint
+        assert folder is not None
+        state = checkpoints.load(folder)
+        self._check_same_checkpoint(-1 if state is None else int(state["examples"]))
+        if state is None:
+            if self.rank == 0:
+                _log.warning("no checkpoint in %s yet: starting from the beginning", folder)
+            return
+        checkpoints.compare(folder, state["job"], self._identity())
+        self.model.load_state_dict(state["model"])
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise UsageError(
+                f"the checkpoint in {str(folder)!r} has other groups of parameters: it was made "
+                "with a codec that brings its own momentum, or this job has one; give the codec "
+                "that it was made with."
+            ) from error
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.sync.enabled and state["sync"] is not None:
+            self.sync.load_state_dict(state["sync"])
+        self.step = min(int(state["examples"]) // self.sampler.together, self.num_steps)
+
+    def _check_same_checkpoint(self, examples: int) -> None:
+        """Raise a UsageError where ranks would go on from different places."""
+        found = self._gather(torch.tensor([examples]))
+        for rank, (theirs,) in enumerate(found):
+            if theirs != found[0][0]:
+                told = [
+                    "no checkpoint" if n < 0 else f"one of {n} examples"
+                    for n in (found[0][0], theirs)
+                ]
+                raise JointError(
+                    f"rank 0 finds {told[0]} in {str(self.config.checkpoint)!r} and rank {rank} "
+                    f"{told[1]}; give a --checkpoint folder that all hosts see."
+                )

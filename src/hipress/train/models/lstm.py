@@ -1,0 +1,42 @@
+"""A language model of LSTM layers whose output shares the embedding's matrix.
+
+The sizes are those of PyTorch's word-level example at its largest (`--emsize 1500 --nhid 1500
+--dropout 0.65 --tied`) on WikiText-2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Lstm(nn.Module):
+    """Layers of LSTM; each sequence begins with an empty memory.
+
+    Args:
+        vocabulary: Number of tokens.
+        width: Of an embedding, and of the memory.
+        num_layers: How many.
+        dropout: Around and between the layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int = 33_278,
+        width: int = 1500,
+        num_layers: int = 2,
+        dropout: float = 0.65,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.LSTM(width, width, num_layers, dropout=dropout, batch_first=True)
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self.dropout = nn.Dropout(dropout)
+        nn.init.uniform_(self.tokens.weight, -0.1, 0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token, for each token."""
+        hidden, _ = self.layers(self.dropout(self.tokens(tokens)))
+        return functional.linear(self.dropout(hidden), self.tokens.weight, self.bias)

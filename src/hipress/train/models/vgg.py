@@ -1,0 +1,81 @@
+"""VGG (Simonyan and Zisserman, ICLR 2015), without BatchNorm: most bytes are in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+WIDTHS = {
+    11: (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0),
+    16: (64, 64, 0, 128, 128, 0, *(256,) * 3, 0, *(512,) * 3, 0, *(512,) * 3, 0),
+    19: (64, 64, 0, 128, 128, 0, *(256,) * 4, 0, *(512,) * 4, 0, *(512,) * 4, 0),
+}
+"""By the number of layers with weights: channels of each 3x3 convolution; 0 halves the image."""
+
+
+def vgg(
+    widths: Sequence[int], hidden: int = 4096, num_classes: int = 1000, dropout: float = 0.5
+) -> nn.Module:
+    """VGG for images of side 32 and more; published with 224.
+
+    Args:
+        widths: One of `WIDTHS`, or of that form.
+        hidden: Width of the two fully connected layers.
+        num_classes: Width of the last layer.
+        dropout: After each of the two fully connected layers.
+    """
+    layers, channels = _convolutions(widths)
+    layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
+    size = channels * 7 * 7
+    for width in (hidden, hidden):
+        layers += [nn.Linear(size, width), nn.ReLU(), nn.Dropout(dropout)]
+        size = width
+    layers.append(nn.Linear(size, num_classes))
+    _init(layers)
+    for layer in layers:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            assert layer.bias is not None
+            nn.init.zeros_(layer.bias)
+    return nn.Sequential(*layers)
+
+
+def small_vgg(widths: Sequence[int], hidden: int, num_classes: int = 10) -> nn.Module:
+    """VGG for 32x32 images, without dropout.
+
+    Args:
+        widths: Channels of each 3x3 convolution; 0 halves the image.
+        hidden: Width of the two fully connected layers, which hold most of the bytes.
+        num_classes: Width of the last layer.
+    """
+    layers, channels = _convolutions(widths)
+    layers.append(nn.Flatten())
+    size = channels * (32 >> widths.count(0)) ** 2
+    for width in (hidden, hidden):
+        layers += [nn.Linear(size, width), nn.ReLU()]
+        size = width
+    layers.append(nn.Linear(size, num_classes))
+    _init(layers)
+    return nn.Sequential(*layers)
+
+
+def _convolutions(widths: Sequence[int]) -> tuple[list[nn.Module], int]:
+    """The layers, and the channels of the last."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in widths:
+        if width == 0:
+            layers.append(nn.MaxPool2d(2))
+        else:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+    return layers, channels
+
+
+def _init(layers: list[nn.Module]) -> None:
+    for layer in layers:
+        # torch's default would let the signal fade in a deep stack without BatchNorm.
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        elif isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=0.01)  # as the paper; with more, steps diverge

@@ -1,0 +1,53 @@
+"""The optimizer of a training job: momentum is left out where a codec brings its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hipress.torch.advice import has_momentum
+from hipress.torch.selection import Rules, clean, sparse_names
+from hipress.train.config import Config
+
+
+def make(config: Config, model: nn.Module, rules: Rules | None) -> torch.optim.Optimizer:
+    """The optimizer that the config names.
+
+    Args:
+        config: The job's.
+        model: Whose parameters it moves.
+        rules: What is compressed, and how; None: nothing is.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decay = config.weight_decay
+    if config.optimizer != "sgd":
+        kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+        return kind([p for _, p in named], lr=config.base_rate, weight_decay=decay)
+    sent = set() if rules is None else _sent_as_momentum(rules, model)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if name not in sent]},
+        {"params": [p for name, p in named if name in sent], "momentum": 0.0, "nesterov": False},
+    ]
+    return torch.optim.SGD(
+        [group for group in groups if group["params"]],
+        lr=config.base_rate,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        weight_decay=decay,
+    )
+
+
+def _sent_as_momentum(rules: Rules, model: nn.Module) -> set[str]:
+    """Parameters whose codec sends momentum; a second one would count twice."""
+    sparse = sparse_names(model)
+    found: dict[str, bool] = {}
+    sent = set()
+    for name, parameter in model.named_parameters():
+        codec = rules.choice(clean(name), parameter, sparse).codec
+        if codec.name not in found:
+            found[codec.name] = has_momentum(codec)
+        if found[codec.name]:
+            sent.add(name)
+    return sent

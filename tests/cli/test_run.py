@@ -1,0 +1,59 @@
+"""`hipress run` as a user meets it: on this machine with the real torchrun, and what it refuses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hipress.cli.main import main
+
+HIPRESS = [sys.executable, "-c", "from hipress.cli.main import main; main()", "run"]
+
+# They agree, and then one fails.
+AGREE = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.tensor([1.0 + dist.get_rank()])
+dist.all_reduce(x)
+print(os.environ["LOCAL_RANK"], os.environ["OMP_NUM_THREADS"], x.item())
+dist.barrier()
+if dist.get_rank() == 1:
+    os._exit(9)
+time.sleep(300)
+"""
+
+
+@pytest.mark.alone
+def test_ranks_on_this_machine_under_the_real_torchrun():
+    command = [*HIPRESS, "--nproc", "2", "--", "python", "-c", AGREE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 1 3.0", "[rank 1] 1 1 3.0"]
+    assert done.stderr == "hipress: rank 1 ended with exit code 9; the others were ended\n"
+    assert done.returncode == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "no host is given; write one of -H node1:4,node2:4, --hosts-file hosts.json, or"),
+        (["-H", "a", "--nproc", "2"], "-H and --nproc are given; write one of"),
+        (["--nproc", "0"], "--nproc is 0; it must be 1 or more"),
+        (["-H", "a:0"], "host a has 0 slots"),
+        (["-H", "a", "--port", "70000"], "--port is 70000; it must be from 1 to 65535"),
+        (["-H", "a", "--ssh-port", "-1"], "--ssh-port is -1; it must be from 1 to 65535"),
+        (["-H", "a", "--ssh", "ssh '"], '--ssh "ssh \'" can not be read: No closing quotation'),
+        (["-H", "a", "--ssh", ""], "--ssh is empty; name the program"),
+        (["-H", "a", "--env", "NOT_SET_HERE"], "--env NOT_SET_HERE asks for a variable that is"),
+        (["-H", "a", "--interface", "a/b"], "--interface 'a/b' is not the name of a network card"),
+        (["--hosts-file", "none.json"], "hosts file 'none.json' can not be read: No such file"),
+        (["--nproc", "1", "--output", "/dev/null/x"], "--output '/dev/null/x' can not be made"),
+    ],
+)
+def test_what_is_refused(options, says, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *options, "--", "true"])
+    said = capsys.readouterr()
+    assert (caught.value.code, said.out) == (2, "")
+    (line,) = said.err.splitlines()
+    assert line.startswith("hipress: ")
+    assert says in line

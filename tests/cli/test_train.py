@@ -1,0 +1,186 @@
+"""`hipress train` as one rank: the lines, the log, the result, a resume, and refusals."""
+
+import json
+import sys
+
+import pytest
+
+from hipress.cli import _train_view, train
+from hipress.cli.main import main
+from hipress.train.result import Facts, Result
+
+QUICK = ["--model", "tests.train.scripts.nets:plain", "--batch", "32", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """No launcher's variables, and none left behind."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                 "MASTER_PORT"):  # fmt: skip
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def run(*argv):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *QUICK, *argv])
+    return stopped.value.code
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_log_and_result(tmp_path, capsys):
+    log, out = tmp_path / "deep" / "log.jsonl", tmp_path / "out.json"
+    assert run("--steps", "12", "--log", str(log), "--log-every", "4", "--json", str(out)) == 0
+    said = capsys.readouterr()
+    assert "51,978 parameters) on digits (1,200 examples), 1 rank with 32 a step, cpu" in said.err
+    assert "onebit by ps for 1 of 4 gradients (94.6 %" in said.err  # 10 x 256 is too small
+    assert "step 4/12 epoch 0.11 loss " in said.err and " lr 0.05 " in said.err
+    assert "step 12: on the test data accuracy " in said.err
+    assert said.out.startswith("12 steps in ") and "accuracy " in said.out
+    kinds = [row["kind"] for row in rows(log)]
+    assert kinds == ["start", "step", "step", "step", "test", "end"]
+    steps = [row for row in rows(log) if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == [4, 8, 12]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert 0 < steps[0]["time_s"] < steps[1]["time_s"]
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["num_steps"] == 12 and row["model"] == QUICK[1] and row["unit"] == "images"
+    assert row["accuracy"] == rows(log)[-1]["accuracy"] == rows(log)[-2]["accuracy"]
+
+
+def test_json_alone_is_on_stdout(capsys):
+    assert run("--steps", "2", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["command"] == "train"
+
+
+def test_a_run_goes_on_and_its_log_too(tmp_path, capsys, caplog):
+    log, folder = tmp_path / "log.jsonl", tmp_path / "saved"
+    ways = ["--log", str(log), "--checkpoint", str(folder), "--resume", "--log-every", "3"]
+    assert run("--steps", "6", *ways) == 0
+    assert f"no checkpoint in {folder} yet: starting from the beginning" in caplog.text
+    capsys.readouterr()
+    assert run("--steps", "9", *ways) == 0
+    assert "steps 6 to 9" in capsys.readouterr().err
+    found = [row["step"] for row in rows(log) if row["kind"] == "step"]
+    assert found == [3, 6, 9]
+    # At its end there is nothing left to do but to look.
+    assert run("--steps", "9", *ways) == 0
+    assert "0 steps in" in capsys.readouterr().out
+
+
+def test_adam_and_a_word_of_advice(capsys):
+    assert run("--steps", "2", "--optimizer", "adam", "--codec", "dgc(ratio=0.01)") == 0
+    assert "Adam averages gradients again" in capsys.readouterr().err
+
+
+def test_momentum_is_not_applied_twice(caplog):
+    """Catches: the optimizer's momentum on top of the codec's."""
+    assert run("--steps", "2", "--codec", "momentum(ef(onebit))") == 0
+    assert "counts twice" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--codec", "onebitt"], "Did you mean 'onebit'?"),
+        (["--strategy", "rong"], "rong"),
+        (["--data", "digitz"], "digits"),
+        (["--data", "fashion-mnist", "not-there"], "not-there"),
+        (["--data", "digits", "extra"], "digits"),
+        (["--model", "resnet"], "resnet18"),
+        (["--model", "gpt"], "text"),
+        (["--data", "synthetic", "--loaders", "2", "--model", "cnn"], "has nothing to load"),
+        (["--model", "no.such:thing"], "no.such"),
+        (["--plan", "none.json"], "none.json"),
+        (["--lr-decay-epochs", "a,b"], "'a,b' is no list of numbers; give e.g. 50,80."),
+        (["--exclude", "nothing.*"], "matches no parameter"),
+        (["--batch", "5000"], "give --batch 1200 or less"),
+        (["--device", "cuda"], "torch sees no GPU here; give --device cpu."),
+        (["--backend", "nccl"], "--backend nccl needs a GPU for each rank"),
+        (["--log", "-", "--json", "-"], "both want stdout"),
+        (["--log", "/dev/null/x"], "cannot be written"),
+    ],
+)
+def test_refusals_are_one_sentence(argv, sentence, capsys):
+    assert run("--steps", "1", *argv) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hipress: ")]
+    assert len(said) == 1 and sentence in said[0], said
+
+
+def facts(**changes):
+    given = dict(
+        model="cnn", num_parameters=1000, data="digits", num_train=10, num_test=5, codec="onebit",
+        strategy="ps", num_compressed=1, num_gradients=2, compressed_share=0.9, num_ranks=4,
+        device="cpu", backend="gloo", batch=2, first_step=0, num_steps=10, num_epochs=2.0,
+        steps_per_epoch=5, unit="tokens",
+    )  # fmt: skip
+    return Facts(**given | changes)
+
+
+def test_what_is_said_of_each_kind_of_exchange():
+    assert "onebit by ps for 1 of 2 gradients (90.0 %" in _train_view.introduction(facts())
+    plain = _train_view.introduction(facts(codec="uncompressed", strategy=None))
+    assert "gradients go as DDP sends them" in plain
+    plan = _train_view.introduction(facts(codec="plan", strategy=None))
+    assert "plan for 1 of 2 gradients" in plan
+    assert "nobody to exchange" in _train_view.introduction(facts(num_ranks=1))
+
+
+def test_what_is_said_where_nothing_is_right_or_wrong():
+    row = {"kind": "test", "step": 3, "accuracy": None, "test_loss": None}
+    assert _train_view.line(row, facts()) == "step 3: on the test data nothing to score"
+    result = Result(
+        num_steps=1, seconds=2.0, steps_per_s=0.5, units_per_s=4000.0, units_per_s_per_rank=1000.0,
+        unit="tokens", wire_bytes_per_step=2e6, ratio=3.0, loss=1.5, test_loss=None, accuracy=None,
+        memory_bytes=10**6,
+    )  # fmt: skip
+    assert _train_view.summary(facts(), result).splitlines() == [
+        "1 steps in 2.0 s: 0.50 steps/s, 4,000 tokens/s in all, 1,000 per rank",
+        "2.000 MB sent a step by each rank, 3.0 x less than plain; 1.0 MB of memory for it",
+        "training loss 1.5000",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with _train_view.view(None, resumes=False) as shown:
+        shown.on_start(facts())
+        shown.on_step(4)
+        shown.on_row({"kind": "test", "step": 5, "accuracy": 50.0, "test_loss": 1.0})
+        (task,) = shown._progress.tasks
+        assert (task.completed, task.total) == (4, 10)
+    assert "accuracy 50.00 %" in capsys.readouterr().err
+
+
+def test_every_option_reaches_the_config(monkeypatch):
+    """Catches: an option that is parsed and forgotten."""
+    seen = []
+    monkeypatch.setattr(train, "_run", lambda config, log, json: seen.append(config))
+    options = {
+        "--model": "vgg16", "--data": "synthetic", "--batch": 3, "--side": 40, "--length": 9,
+        "--tokens": "words", "--loaders": 2, "--codec": "int8", "--strategy": "ring",
+        "--min-size": 7, "--exclude": "a", "--include": "b", "--plain-steps": 5, "--steps": 11,
+        "--optimizer": "adamw", "--lr": 0.5, "--momentum": 0.8, "--weight-decay": 0.1,
+        "--lr-mode": "step", "--lr-decay": 0.2, "--lr-decay-epochs": "1,2", "--warmup-epochs": 0.5,
+        "--warmup-lr": 0.01, "--clip-norm": 2.0, "--accumulate": 4, "--amp": "bf16", "--seed": 6,
+        "--checkpoint": "c", "--checkpoint-every": 8, "--log-every": 12, "--eval-every": 3.0,
+        "--check-every": 13, "--timeline": "t.json", "--device": "cpu", "--backend": "gloo",
+    }  # fmt: skip
+    argv = [word for pair in options.items() for word in map(str, pair)]
+    with pytest.raises(SystemExit):
+        main(["train", *argv, "--resume", "p", "q"])
+    (config,) = seen
+    found = vars(config)
+    renamed = {"lr": "rate", "lr_mode": "rate_mode", "lr_decay": "rate_decay",
+               "lr_decay_epochs": "decay_epochs", "warmup_lr": "warmup_rate"}  # fmt: skip
+    for option, value in options.items():
+        name = option[2:].replace("-", "_")
+        got = found[renamed.get(name, name)]
+        want = {"--exclude": ("a",), "--include": ("b",), "--lr-decay-epochs": (1.0, 2.0)}.get(
+            option, value
+        )
+        assert (str(got) if option in ("--checkpoint", "--timeline") else got) == want, option
+    assert config.resume and [str(path) for path in config.paths] == ["p", "q"]

@@ -1,0 +1,288 @@
+"""Jobs over a stand-in for ssh: who fails, who is ended, what is said; and nothing is left."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import marked, wait_until_gone
+
+SLEEP = "exec sleep 300"
+
+
+def say(err):
+    """Return what the launcher itself said, without the line about who is where."""
+    lines = [line for line in err.splitlines() if line.startswith("hipress: ")]
+    return [line for line in lines if "they meet at" not in line]
+
+
+def test_ranks_follow_the_order_of_hosts(run, ssh, two):
+    done = run(
+        "--ssh", ssh(), "--hosts-file", two, "--", "sh", "-c", "echo $RANK $HOST; echo e >&2"
+    )
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 one", "[rank 1] 1 two"]
+    first, *others = done.stderr.splitlines()
+    assert first.startswith("hipress: ranks 0 on one, 1 on two; they meet at 127.0.0.1:")
+    assert sorted(others) == ["[rank 0] e", "[rank 1] e"]
+
+
+def test_a_rank_that_fails_ends_all(run, ssh, two, marker):
+    command = f"[ $RANK = 1 ] && echo why >&2 && exit 7; {SLEEP}"
+    begin = time.monotonic()
+    done = run("--ssh", ssh(), "--hosts-file", two, "--env", f"M={marker}", "sh", "-c", command)
+    assert done.returncode == 7
+    assert say(done.stderr) == [
+        "hipress: rank 1 on two ended with exit code 7; the others were ended"
+    ]
+    assert "[rank 1] why" in done.stderr.splitlines()
+    assert "a page about a failure" not in done.stderr
+    assert time.monotonic() - begin < 60
+    wait_until_gone(marker)
+
+
+def test_a_rank_that_is_killed_is_told_by_its_signal(run):
+    done = run("--nproc", 2, "sh", "-c", f"[ $RANK = 0 ] && kill -9 $$; {SLEEP}")
+    assert done.returncode == 137
+    assert say(done.stderr) == ["hipress: rank 0 was ended by signal 9; the others were ended"]
+
+
+def test_a_command_that_is_not_there(run):
+    done = run("--nproc", 1, "no-such-command", "x")
+    assert done.returncode == 127
+    assert done.stderr.splitlines() == [
+        "[rank 0] hipress: command 'no-such-command' is not there: check its name, and PATH on "
+        "this host",
+        "hipress: rank 0 ended with exit code 127",
+    ]
+
+
+def test_lines_of_many_ranks_are_whole_and_kept(run, tmp_path):
+    code = (
+        "import os, sys\n"
+        "for n in range(300): print(os.environ['RANK'] * 20000 if n == 7 else n)\n"
+        "sys.stderr.write('10%\\r20%\\r\\nno end')"
+    )
+    done = run("--nproc", 4, "--output", "logs/a", "--", "python", "-c", code)
+    assert done.returncode == 0
+    for rank in range(4):
+        prefix = f"[rank {rank}] "
+        found = [line[len(prefix) :] for line in done.stdout.split("\n") if prefix in line[:9]]
+        assert found == [str(rank) * 20000 if n == 7 else str(n) for n in range(300)]
+        errors = [line for line in done.stderr.split("\n") if line.startswith(prefix)]
+        assert errors == [f"{prefix}10%", f"{prefix}20%", f"{prefix}no end"]
+        kept = (tmp_path / f"logs/a/rank{rank}.log").read_text().splitlines()
+        assert sorted(kept) == sorted([*found, "10%", "20%", "no end"])
+    assert len(done.stdout.splitlines()) == 4 * 300
+
+
+def test_variables_and_folder(run, ssh, tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    show = (
+        "command -v python; pwd; echo $A,$B,$HIPRESS_LOG,$X,$GLOO_SOCKET_IFNAME,$TP_SOCKET_IFNAME"
+    )
+    done = run(
+        *("-H", "one", "--ssh", ssh("unset A B HIPRESS_LOG X"), "--dir", there),
+        *("--env", "A", "--env", "B=it's $B", "--interface", "lo"),
+        *("sh", "-c", show),
+        env={"A": "a b", "HIPRESS_LOG": "error", "X": "x"},
+    )
+    assert done.returncode == 0, done.stderr
+    python = Path(sys.executable).parent / "python"  # the one that runs hipress
+    assert (
+        done.stdout == f"[rank 0] {python}\n[rank 0] {there}\n[rank 0] a b,it's $B,error,,lo,lo\n"
+    )
+
+
+def test_text_of_a_login_shell_is_shown_and_not_obeyed(run, ssh):
+    done = run("-H", "one", "--ssh", ssh('echo Welcome; echo \'{"is": "over"}\''), "echo", "x")
+    assert done.returncode == 0
+    assert done.stdout == '[one] Welcome\n[one] {"is": "over"}\n[rank 0] x\n'
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "says"),
+    [
+        (
+            "echo 'connect to host one port 22: Connection refused' >&2; exit 255",
+            255,
+            "ssh can not connect to one (connect to host one port 22: Connection refused); is sshd "
+            "running there, and on that port (--ssh-port)?",
+        ),
+        (
+            "echo 'sh: 1: exec: /py: not found' >&2; exit 127",
+            127,
+            "one has no {python} (sh: 1: exec: /py: not found); name the Python of that host with "
+            "--python",
+        ),
+        (
+            f"exec {sys.executable} -I -S -m hipress.launch.agent",
+            1,
+            "one has no hipress for its {python}; install it there, or name a Python that has it "
+            "with --python",
+        ),
+        ("exit 3", 3, "one could not start its agent, exit code 3"),
+        (
+            'printf \'\\036{"is": "up", "version": "0.0"}\\n\'; exec cat',
+            2,
+            "one has hipress 0.0 and this machine ",
+        ),
+        (
+            'printf \'\\036{"is": "up", "version": "0.1.0"}\\n\'; exit 255',
+            255,
+            "the connection to one was lost (exit code 255); all was ended",
+        ),
+    ],
+    ids=["refused", "no-python", "no-hipress", "other", "version", "lost"],
+)
+def test_a_host_that_does_not_come_up(run, ssh, extra, code, says):
+    done = run("-H", "one", "--ssh", ssh(extra), "true")
+    assert done.returncode == code
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hipress: " + says.format(python=sys.executable))
+
+
+def test_one_host_that_does_not_come_up_ends_the_others(run, ssh, two, marker):
+    done = run(
+        *("--ssh", ssh("[ $HOST = two ] && sleep 3 && exit 255"), "--hosts-file", two),
+        *("--env", f"M={marker}", "sh", "-c", SLEEP),
+    )
+    assert done.returncode == 255
+    assert "ssh can not connect to two; try it by hand" in done.stderr
+
+
+def test_no_ssh_at_all(run):
+    done = run("-H", "one", "--ssh", "no-such-ssh", "true")
+    assert done.returncode == 127
+    assert done.stderr == (
+        "hipress: 'no-such-ssh' can not be started: No such file or directory; name another with "
+        "--ssh\n"
+    )
+
+
+def test_a_folder_and_a_network_card_that_a_host_has_not(run, ssh):
+    done = run("-H", "one", "--ssh", ssh(), "--dir", "/no/such", "true")
+    assert done.returncode == 2
+    assert say(done.stderr) == [
+        "hipress: one: folder '/no/such' can not be entered there (No such file or directory); "
+        "name one that all hosts have with --dir"
+    ]
+    done = run("-H", "one", "--ssh", ssh(), "--interface", "no0", "true")
+    assert done.returncode == 2
+    assert "hipress: one: there is no network card 'no0' there; --interface takes one of: " in (
+        done.stderr
+    )
+
+
+def test_a_start_that_hangs_is_explained(run, ssh, tmp_path, marker):
+    hosts = tmp_path / "hosts.json"
+    # 192.0.2.0/24 is for examples in books: nobody is there.
+    hosts.write_text('[{"host": "one", "address": "192.0.2.1"}, "two", "three"]')
+    silent = "[ $HOST = three ] && exec sleep 300"
+    done = run(
+        *("--ssh", ssh(silent), "--hosts-file", hosts, "--timeout", 6, "--port", 4321),
+        *("--env", f"M={marker}", "sh", "-c", SLEEP),
+    )
+    assert done.returncode == 124
+    (said,) = say(done.stderr)
+    assert said.startswith("hipress: not all ranks have started after 6 s: ")
+    assert "two can not reach 192.0.2.1:4321 (" in said
+    assert "): open that port, give another with --port, or put the right address of one" in said
+    assert "three has not answered through ssh (try: " in said
+
+
+TRAP = (
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), sys.exit(0)))\n"
+    "print('up', flush=True); time.sleep(300)"
+)
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(300)"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_lets_ranks_end_in_order(start, ssh, two, marker, number, code):
+    program = start(
+        *("--ssh", ssh(), "--hosts-file", two, "--env", f"M={marker}", "python", "-c", TRAP)
+    )
+    assert sorted(program.stdout.readline() for _ in range(2)) == ["[rank 0] up\n", "[rank 1] up\n"]
+    os.killpg(program.pid, number)  # as a terminal does: to the whole group
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == code
+    assert sorted(out.splitlines()) == ["[rank 0] bye", "[rank 1] bye"]
+    assert say(err) == []
+    wait_until_gone(marker)
+
+
+def test_ranks_that_do_not_listen_are_killed_after_a_grace(start, marker):
+    program = start("--nproc", 2, "--env", f"M={marker}", "python", "-c", STUBBORN)
+    for _ in range(2):
+        program.stdout.readline()
+    program.terminate()
+    assert program.wait(60) == 143
+    wait_until_gone(marker)
+
+
+def test_a_second_ctrl_c_kills(start, marker):
+    program = start("--nproc", 2, "--env", f"M={marker}", "python", "-c", STUBBORN)
+    for _ in range(2):
+        program.stdout.readline()
+    begin = time.monotonic()
+    program.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    program.send_signal(signal.SIGINT)
+    assert program.wait(60) == 130
+    assert time.monotonic() - begin < 4.5  # the grace alone is 5 s
+    wait_until_gone(marker)
+
+
+def kill(marker, text):
+    for pid, command in marked(marker).items():
+        if text in command:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(is_so, seconds=30):
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+# Each rank leaves an orphan in a session of its own.
+ORPHAN = "setsid sleep 300 & echo up; exec sleep 300"
+
+
+@pytest.mark.parametrize("who", ["launcher", "agent", "torchrun"])
+def test_after_sigkill_nothing_is_left(start, ssh, two, marker, who):
+    program = start(
+        *("--ssh", ssh(), "--hosts-file", two, "--env", f"M={marker}", "sh", "-c", ORPHAN),
+        env={"M2": marker},
+    )
+    for _ in range(2):
+        program.stdout.readline()
+    if who == "launcher":
+        program.kill()
+    else:
+        text = {"agent": "-m hipress.launch.agent", "torchrun": "-m torch.distributed.run"}
+        kill(marker, text[who])
+    assert program.wait(60) != 0
+    if who == "agent":
+        # Who is killed can end nobody: ranks die with their parents, orphans stay orphans.
+        wait_until(lambda: all("sleep" in command for command in marked(marker).values()))
+        kill(marker, "sleep 300")
+    wait_until_gone(marker)
+
+
+def test_a_reader_that_leaves_ends_all(start, marker):
+    program = start("--nproc", 1, "--env", f"M={marker}", "sh", "-c", "while echo x; do :; done")
+    program.stdout.readline()
+    program.stdout.close()
+    assert program.wait(60) == 141
+    wait_until_gone(marker)

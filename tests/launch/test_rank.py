@@ -1,0 +1,90 @@
+"""What stands around a rank: its output, its exit code, its signals, its end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hipress.launch import rank
+
+
+@pytest.fixture
+def agent():
+    """The socket of an agent, and a function that starts a rank at it."""
+    name = f"hipress-test-{os.getpid()}-{time.monotonic_ns()}"
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(f"\0{name}")
+    server.listen()
+    server.settimeout(30)
+    started = []
+
+    def start(*command):
+        environ = {"RANK": "3", "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+        program = subprocess.Popen(
+            [sys.executable, "-I", "-S", rank.__file__, name, *command],
+            env={**os.environ, **environ},
+            start_new_session=True,
+        )
+        connection = server.accept()[0]
+        connection.settimeout(30)
+        pipes = [os.pipe(), os.pipe()]
+        assert json.loads(connection.recv(4096)) == {"rank": 3, "local_rank": 1, "attempt": 2}
+        socket.send_fds(connection, [b"go"], [writer for _, writer in pipes])
+        for _, writer in pipes:
+            os.close(writer)
+        files = [open(reader) for reader, _ in pipes]
+        started.append((program, connection, files))
+        return program, connection, *files
+
+    yield start
+    server.close()
+    for program, connection, files in started:
+        connection.close()
+        for file in files:
+            file.close()
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)]
+)
+def test_the_exit_code_is_reported_and_returned(agent, script, code):
+    program, connection, out, err = agent("sh", "-c", f"echo out; echo err >&2; {script}")
+    assert (out.read(), err.read()) == ("out\n", "err\n")
+    assert json.loads(connection.recv(4096)) == {"code": code, "told": False}
+    assert program.wait(10) == code
+
+
+def test_a_signal_to_the_group_reaches_the_rank_and_is_noted(agent):
+    script = "trap 'echo bye; exit 4' TERM; echo up; while :; do sleep 0.05; done"
+    program, connection, out, _ = agent("sh", "-c", script)
+    assert out.readline() == "up\n"
+    os.killpg(program.pid, signal.SIGTERM)
+    assert out.readline() == "bye\n"
+    assert json.loads(connection.recv(4096)) == {"code": 4, "told": True}
+    assert program.wait(10) == 4
+
+
+def test_the_rank_dies_with_what_stands_around_it(agent):
+    program, connection, out, _ = agent("sh", "-c", "echo up; exec sleep 300")
+    assert out.readline() == "up\n"
+    program.kill()
+    program.wait(10)
+    assert out.read() == ""  # the last writer is gone
+    assert connection.recv(4096) == b""
+
+
+def test_a_command_that_can_not_be_started(agent, tmp_path):
+    _, connection, _, err = agent("no-such-command")
+    assert err.read().startswith("hipress: command 'no-such-command' is not there")
+    assert json.loads(connection.recv(4096)) == {"code": 127, "told": False}
+    _, connection, _, err = agent(str(tmp_path))
+    assert err.read().endswith("can not be started: Permission denied\n")
+    assert json.loads(connection.recv(4096)) == {"code": 126, "told": False}

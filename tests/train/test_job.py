@@ -1,0 +1,167 @@
+"""Training jobs on real ranks: they learn, agree, stop and go on, and refuse together.
+
+Starting a rank takes seconds, so one job runs all scenarios (see `scripts/jobs.py`).
+"""
+
+from pathlib import Path
+
+import pytest
+
+from hipress.lab import Lab
+from tests import scenarios
+from tests.scenarios import Told
+
+pytestmark = pytest.mark.alone
+
+SCRIPT = Path(__file__).parent / "scripts" / "jobs.py"
+NETS = "tests.train.scripts.nets"
+PLAIN = {"model": f"{NETS}:plain"}
+RESUMED = {
+    "onebit": {**PLAIN, "codec": "onebit", "rate_mode": "cosine"},
+    "dgc": {**PLAIN, "codec": "dgc(ratio=0.01)", "momentum": 0.9},
+    "adam": {
+        **PLAIN,
+        "codec": "ef(terngrad)",
+        "optimizer": "adam",
+        "strategy": "ring",
+    },
+    "fp16": {**PLAIN, "codec": "onebit", "amp": "fp16", "clip_norm": 1.0},
+    "dropout": {"model": f"{NETS}:with_dropout", "codec": "int8"},
+    "norm": {"model": f"{NETS}:with_norm", "codec": "uncompressed"},
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    found = Told()
+
+    def one(id, do, ranks=2, **options):
+        return {"id": id, "do": do, "ranks": ranks, **options}
+
+    stages = [
+        [
+            one("plain", "trains", 4, codec="uncompressed", steps=40, rate=0.03),
+            one("onebit", "trains", 4, codec="momentum(ef(onebit))", steps=40, rate=0.03),
+        ],
+        [
+            one("accumulate", "trains", **PLAIN, codec="none", batch=8, accumulate=2, steps=6),
+            one("at once", "trains", **PLAIN, codec="none", batch=16, steps=6),
+            one("rates", "trains", **PLAIN, steps=8, rate=0.4, rate_mode="step", decay_epochs=[0.1],
+                warmup_epochs=0.05, log_every=2, eval_every=0.08),
+            one("bf16", "trains", codec="onebit", amp="bf16", steps=4),
+            one("diverges", "refuses", rate=1e9, steps=40, log_every=5),
+            one("one rank", "refuses", only=1, data="text", paths=[__file__], model="gpt"),
+            one("unknown", "refuses", model="vgg99"),
+            one("too many", "refuses", batch=10_000),
+        ],
+        [
+            one(f"resume {name}", "resumes", dies_at=10, checkpoint=str(folder / name), **options)
+            for name, options in RESUMED.items()
+        ],
+    ]  # fmt: skip
+    with Lab(4, shaped=False) as lab:
+        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(280)
+    return found
+
+
+def alike(values):
+    assert all(value == values[0] for value in values), values
+    return values[0]
+
+
+@pytest.mark.parametrize("id", ["plain", "onebit"])
+def test_ranks_learn_and_agree(told, id):
+    """Catches: ranks that drift apart, learn nothing, or tell different rows."""
+    ranks = told.results(id, range(4))
+    alike([rank["bits"] for rank in ranks])
+    alike([rank["losses"] for rank in ranks])
+    result = ranks[0]["result"]
+    assert result["accuracy"] > 90 and result["loss"] < 0.5
+    assert ranks[0]["steps"] == list(range(1, 41))
+    assert list(ranks[0]["tests"]) == ["18", "36", "40"]  # two epochs, and the end
+    facts = ranks[0]["facts"]
+    assert facts["steps_per_epoch"] == 18 and facts["num_epochs"] == pytest.approx(40 / 18)
+    assert facts["num_parameters"] == 1_147_466 and facts["num_gradients"] == 10
+
+
+def test_bytes_of_both_are_told(told):
+    """Catches: a codec that is not used, or bytes that are not counted."""
+    plain, onebit = (told.results(id, [0])[0] for id in ("plain", "onebit"))
+    assert plain["result"]["wire_bytes_per_step"] == 2 * 3 / 4 * 4 * 1_147_466
+    assert plain["result"]["ratio"] == 1 and plain["facts"]["num_compressed"] == 0
+    assert plain["result"]["memory_bytes"] == 0
+    assert 20 < onebit["result"]["ratio"] < 31
+    assert onebit["facts"]["num_compressed"] == 4
+    assert onebit["facts"]["compressed_share"] > 0.99
+    assert onebit["result"]["memory_bytes"] > 4 * 1_147_466
+
+
+def test_speed_is_told_for_a_rank_and_in_all(told):
+    result = told.results("onebit", [0])[0]["result"]
+    assert result["units_per_s"] == pytest.approx(4 * result["units_per_s_per_rank"])
+    assert result["units_per_s_per_rank"] == pytest.approx(16 * result["steps_per_s"])
+    assert result["unit"] == "images" and result["seconds"] > 40 / result["steps_per_s"] * 0.5
+
+
+def test_accumulated_micro_batches_are_one_batch(told):
+    """Catches: gradients that are exchanged too early, or a loss that is not averaged."""
+    parts, whole = (told.results(id, [0])[0] for id in ("accumulate", "at once"))
+    assert parts["losses"].keys() == whole["losses"].keys()
+    for step, loss in whole["losses"].items():
+        assert parts["losses"][step] == pytest.approx(loss, rel=1e-4)
+    assert parts["facts"]["batch"] == whole["facts"]["batch"] == 16
+
+
+def test_rates_and_evaluations_come_when_they_should(told):
+    found = told.results("rates", [0])[0]
+    # 37 steps an epoch: the rise takes 1.85 steps, the drop comes at step 3.7.
+    assert found["rates"] == {
+        "2": pytest.approx(0.4),
+        "4": pytest.approx(0.4),
+        "6": pytest.approx(0.04),
+        "8": pytest.approx(0.04),
+        "3": pytest.approx(0.4),
+    }
+    assert list(found["tests"]) == ["3", "6", "8"]
+
+
+def test_bf16_trains(told):
+    found = told.results("bf16", [0])[0]
+    assert found["result"]["loss"] < 2.4
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_that_dies_goes_on_bit_for_bit(told, name):
+    """Catches: anything that a checkpoint forgets: residuals, momentum, scale, order, dropout."""
+    for rank in told.results(f"resume {name}", range(2)):
+        whole, died, went_on = rank["whole"], rank["died"], rank["went_on"]
+        assert died["first"] == 0 and died["steps"][-1] == 10
+        assert went_on["first"] == 8 and went_on["steps"] == [9, 10, 11, 12]
+        assert went_on["losses"] == {k: v for k, v in whole["losses"].items() if int(k) > 8}
+        assert went_on["bits"] == whole["bits"] != died["bits"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(told):
+    for kind, text in told.results("diverges", range(2)):
+        assert kind == "TrainingError"
+        assert "start again with a smaller --lr than 1e+09" in text
+
+
+def test_what_one_rank_refuses_all_refuse_and_the_rank_is_named(told):
+    """Catches: ranks that wait for good for one that has left."""
+    found = alike(told.results("one rank", range(2)))
+    assert found[0] == "JointError"
+    assert found[1].startswith("rank 1: ") and "'not-there'" in found[1]
+
+
+def test_what_all_refuse_is_said_as_it_is(told):
+    assert alike(told.results("unknown", range(2)))[1].startswith("model 'vgg99'")
+    kind, text = alike(told.results("too many", range(2)))
+    assert kind == "JointError"
+    assert text.startswith("2 rank(s) with --batch 10000 take 20000 examples in a step")
+
+
+def test_processes_end_well(told):
+    exits = [line for line in told.lines if "exit" in line and line["exit"] != 0]
+    assert not exits and told.finished.exit_code == 0
