@@ -22,7 +22,7 @@ SRC = Path(hipress.__file__).parent
 
 # Modules that make one room; every other room is the folder (or file) of its own name.
 MEMBERS = {
-    "ground": {"errors", "settings", "plan", "profile", "timeline", "version"},
+    "ground": {"errors", "settings", "plan", "processes", "profile", "timeline", "version"},
     "doors": {"torch", "tensorflow", "jax", "mxnet"},
     "cli": {"__main__"},
     # The half of casync that is pure data, so that the simulator can play what the engine runs.

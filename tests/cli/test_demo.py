@@ -24,19 +24,18 @@ def run(*argv):
 def test_the_demo(tmp_path, capsys):
     """Catches: a demo that does not speed up, learn, count bytes, or draw."""
     plot, out = tmp_path / "p.png", tmp_path / "o.json"
-    assert run("--steps", "24", "--plot", str(plot), "--json", str(out), "--rate", "50mbit") == 0
+    assert run("--steps", "16", "--plot", str(plot), "--json", str(out)) == 0
     said = capsys.readouterr()
-    assert "24 steps of cnn on digits, 4 hosts, 50mbit links" in said.out
+    assert "16 steps of cnn on digits, 4 hosts, 100mbit links" in said.out
     assert "uncompressed: starting" in said.err
     assert str(plot) in said.out and plot.read_bytes()[:8] == PNG
     plain, ours = json.loads(out.read_text())["rows"]
     assert (plain["codec"], ours["codec"]) == ("uncompressed", command.CODEC)
     assert plain["speedup"] == 1
-    # The line alone would give 28; starting to count at step 3 leaves 21 steps to be noisy.
     assert ours["speedup"] > 3
     assert plain["interface_bytes_per_step"] == pytest.approx(plain["wire_bytes_per_step"], rel=0.1)
     assert ours["interface_bytes_per_step"] < plain["interface_bytes_per_step"] / 10
-    assert len(ours["curve"]) == 24 and ours["loss"] < 2.2 > plain["loss"]
+    assert len(ours["curve"]) == 16 and ours["loss"] < 2.2 and plain["loss"] < 2.2
 
 
 @pytest.mark.alone

@@ -11,8 +11,6 @@ from hipress.lab import Lab
 from tests import scenarios
 from tests.scenarios import Told
 
-pytestmark = pytest.mark.alone
-
 SCRIPT = Path(__file__).parent / "scripts" / "jobs.py"
 NETS = "tests.train.scripts.nets"
 PLAIN = {"model": f"{NETS}:plain"}
@@ -61,7 +59,7 @@ def told(tmp_path_factory):
         ],
     ]  # fmt: skip
     with Lab(4, shaped=False) as lab:
-        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(280)
+        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(560)
     return found
 
 

@@ -268,7 +268,8 @@ def _run(config: Config, log: Path | None, json: Path | None) -> None:
     from hipress.errors import AgreementError, TrainingError
     from hipress.report._ranks import leave
     from hipress.train import devices
-    from hipress.train.job import Job, JointError
+    from hipress.train.job import Job
+    from hipress.train.ranks import JointError
 
     world = launch.join()
     if world.rank > 0 and not os.environ.get(settings.LOG.name):

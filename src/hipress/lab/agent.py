@@ -13,11 +13,10 @@ import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hipress.lab import wire
-from hipress.lab.system import die_with_parent
+from hipress.processes import die_with_parent, signal_descendants
 
 COULD_NOT_START = 127
 """Exit code of a command that could not be started, as a shell reports it."""
@@ -157,13 +156,7 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, number)  # everyone in this PID namespace but this process
             return
-        # Again and again, until nobody is new: some may have forked while /proc was read.
-        signalled: set[int] = set()
-        while new := set(_descendants(os.getpid())) - signalled:
-            signalled |= new
-            for pid in new:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        signal_descendants(number)
 
     def _leave(self) -> NoReturn:
         self._signal_all(signal.SIGKILL)
@@ -175,20 +168,3 @@ def _be_a_rank() -> None:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-
-
-def _descendants(root: int) -> list[int]:
-    """Return every process below one, by what /proc says of parents."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # The name in parentheses may hold spaces; the parent is the second word after it.
-            parent: Any = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(folder.name))
-    found: list[int] = []
-    waiting = [root]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += below
-    return found

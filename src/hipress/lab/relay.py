@@ -20,7 +20,8 @@ from typing import NoReturn
 
 from hipress.lab import wire
 from hipress.lab.links import Link
-from hipress.lab.system import close_all_but, die_with_parent, network_namespace_of
+from hipress.lab.system import close_all_but, network_namespace_of
+from hipress.processes import die_with_parent
 
 _TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000

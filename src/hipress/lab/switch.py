@@ -29,13 +29,12 @@ from hipress.lab.system import (
     CLONE_NEWNS,
     CLONE_NEWPID,
     CLONE_NEWUTS,
-    adopt_orphans,
     close_all_but,
-    die_with_parent,
     dress_host,
     enter_user_namespace,
     unshare,
 )
+from hipress.processes import adopt_orphans, die_with_parent
 
 if TYPE_CHECKING:
     from hipress.lab.network import Network

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -54,11 +52,6 @@ def network_namespace_of(pid: int) -> Iterator[None]:
         os.close(there)
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-
-
 def close_all_but(fds: set[int]) -> None:
     """Close what a fork has inherited: a copy left open hides from others that an end is gone."""
     first = 0
@@ -67,11 +60,6 @@ def close_all_but(fds: set[int]) -> None:
             os.closerange(first, fd)
         first = fd + 1
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, as init does."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def dress_host(name: str, hosts_file: str) -> None:

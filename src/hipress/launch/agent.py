@@ -27,7 +27,7 @@ from typing import NoReturn
 from hipress.launch import environment, torchrun
 from hipress.launch.lines import Lines
 from hipress.launch.messages import Message, pack
-from hipress.launch.processes import adopt_orphans, die_with_parent, kill_descendants
+from hipress.processes import adopt_orphans, die_with_parent, signal_descendants
 from hipress.version import __version__
 
 GRACE_S = 5.0
@@ -183,7 +183,7 @@ class Agent:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
         assert child.stdout is not None and child.stderr is not None
         for stream, pipe in (("stdout", child.stdout), ("stderr", child.stderr)):
@@ -252,7 +252,9 @@ class Agent:
         for group in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
-        kill_descendants()  # those that left their group, as far as /proc shows them
+        signal_descendants(
+            signal.SIGKILL
+        )  # those that left their group, as far as /proc shows them
 
     # --- ranks ---------------------------------------------------------------------------------
 

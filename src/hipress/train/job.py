@@ -19,21 +19,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 import hipress
 import hipress.torch
-from hipress import settings
-from hipress.casync.agree import Council
 from hipress.errors import MissingDependencyError, TrainingError, UsageError
 from hipress.torch import DEFAULT_CODEC, selection
-from hipress.torch.replicas import compare, digests
+from hipress.torch.replicas import compare
 from hipress.train import checkpoints, models, optimizers
 from hipress.train.config import Config
 from hipress.train.data import open_data
 from hipress.train.loading import batches
 from hipress.train.pace import Pace
+from hipress.train.ranks import JointError, Ranks
 from hipress.train.result import Facts, Result
 from hipress.train.sampling import Sampler
 from hipress.train.tasks import TASKS, Batch
@@ -49,10 +47,6 @@ FILE_LOADERS = 2
 """Processes that read files for every batch, unless the user says otherwise."""
 _OF_A_HOST = ("paths", "checkpoint", "timeline", "plan", "loaders")
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class JointError(UsageError):
-    """A refusal that all ranks raise alike."""
 
 
 class Watcher(Protocol):
@@ -82,13 +76,16 @@ class Job:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.ranks = Ranks(device)
+        self.rank, self.num_ranks = self.ranks.rank, self.ranks.num_ranks
         refusal = None
         try:
             self._prepare()
         except (UsageError, MissingDependencyError) as error:
             refusal = str(error)
-        self._agree(refusal)
+        # Ranks may have their data and checkpoints in different places.
+        facts = {k: v for k, v in asdict(config).items() if k not in _OF_A_HOST}
+        self.ranks.agree("hipress train", facts, refusal)
         self._build()
         self.step = 0
         if config.resume:
@@ -142,18 +139,6 @@ class Job:
             "min_size": selection.MIN_SIZE if config.min_size is None else config.min_size,
         }
 
-    def _agree(self, refusal: str | None) -> None:
-        """Raise on all ranks where one refuses, or has other arguments."""
-        store = PrefixStore("hipress/train", dist.distributed_c10d._get_default_store())
-        council = Council(store, self.rank, self.num_ranks, settings.timeout_s())
-        # Ranks may have their data and checkpoints in different places.
-        facts = {k: v for k, v in asdict(self.config).items() if k not in _OF_A_HOST}
-        told = council.agree("hipress train", facts, told=refusal)
-        for rank, text in enumerate(told):
-            if text is not None:
-                alone = self.num_ranks > 1 and len(set(told)) > 1
-                raise JointError(f"rank {rank}: {text}" if alone else text)
-
     def _build(self) -> None:
         """The exchange with the other ranks."""
         config, device = self.config, self.device
@@ -163,7 +148,7 @@ class Job:
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             # Ranks that drew the same weights need not send them: on a slow line that is minutes.
-            init_sync=not self._ranks_agree(),
+            init_sync=not self.ranks.have_same(self.model),
         )
         self.scaler = torch.amp.GradScaler(device.type) if config.amp == "fp16" else None
         enabled = config.codec != PLAIN
@@ -235,7 +220,7 @@ class Job:
             tests, saves = self._is_test_time(), self._is_checkpoint_time()
             if not (tests or saves or self._is_point(config.log_every)):
                 continue
-            loss = self._mean(losses / num_losses)  # waits for the device
+            loss = self.ranks.mean(losses / num_losses)  # waits for the device
             losses, num_losses = torch.zeros_like(losses), 0
             row = {"kind": "step", **pace.end(self.step), "epoch": self._epoch, "loss": loss}
             self._check_loss(loss)
@@ -265,18 +250,14 @@ class Job:
         total = torch.zeros(4, dtype=torch.float64)
         mine = torch.arange(self.rank, self.data.num_test, self.num_ranks)
         with torch.no_grad(), self._autocast():
-            for indices in torch.split(mine, EVAL_BATCH):
+            for indices in torch.split(mine, EVAL_BATCH) if len(mine) else ():
                 score = self.task.evaluate(self.model, self._on_device(self.data.test(indices)))
                 # Where nothing is right or wrong, the loss is a mean over examples.
-                weight = score.num_scored or len(indices)
-                total += torch.tensor(
-                    [score.loss_sum, weight, score.num_right, score.num_scored],
-                    dtype=torch.float64,
-                )
+                scored = score.num_scored
+                found = (score.loss_sum, scored or len(indices), score.num_right, scored)
+                total += torch.tensor(found, dtype=torch.float64)
         self.model.train()
-        total = total.to(self._wire_device)
-        dist.all_reduce(total)
-        loss_sum, weight, num_right, num_scored = total.tolist()
+        loss_sum, weight, num_right, num_scored = self.ranks.total(total)
         return {
             "test_loss": loss_sum / weight if weight else None,
             "accuracy": 100 * num_right / num_scored if num_scored else None,
@@ -369,12 +350,6 @@ class Job:
             return self.config.loaders
         return FILE_LOADERS if self.data.reads_files else 0
 
-    def _mean(self, value: Tensor) -> float:
-        """Over all ranks."""
-        value = value.detach().to(self._wire_device, torch.float64)
-        dist.all_reduce(value)
-        return float(value) / self.num_ranks
-
     def _check_loss(self, mean: float) -> None:
         if not math.isfinite(mean):
             raise TrainingError(
@@ -387,28 +362,8 @@ class Job:
     def _saves(self) -> bool:
         return self.config.checkpoint is not None
 
-    def _digests(self) -> list[dict[str, str]]:
-        mine = digests(self.model.named_parameters())
-        values = torch.tensor([int(text, 16) - 2**63 for text in mine.values()])
-        return [dict(zip(mine, map(str, one), strict=True)) for one in self._gather(values)]
-
-    def _gather(self, values: Tensor) -> list[list[int]]:
-        """Whole numbers of all ranks."""
-        values = values.to(self._wire_device)
-        found = [torch.empty_like(values) for _ in range(self.num_ranks)]
-        dist.all_gather(found, values)
-        return [one.tolist() for one in found]
-
-    @property
-    def _wire_device(self) -> torch.device:
-        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
-
-    def _ranks_agree(self) -> bool:
-        found = self._digests()
-        return all(one == found[0] for one in found)
-
     def _check_replicas(self) -> None:
-        compare(self._digests(), self.step)
+        compare(self.ranks.gather_digests(self.model), self.step)
 
     def _result(self, pace: Pace, last: dict[str, Any], first: int) -> Result:
         stats = self.sync.stats()
@@ -416,7 +371,7 @@ class Job:
         numel = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         plain = 2 * (self.num_ranks - 1) / self.num_ranks * 4 * numel
         sent = stats.sent_bytes / num_done if self.sync.enabled else plain
-        sent = self._mean(torch.tensor(float(sent), device=self.device))
+        sent = self.ranks.mean(torch.tensor(float(sent), device=self.device))
         steps_per_s, units_per_s = pace.speed()
         return Result(
             num_steps=self.step - first,
@@ -472,7 +427,7 @@ class Job:
 
     def _check_same_checkpoint(self, examples: int) -> None:
         """Raise a UsageError where ranks would go on from different places."""
-        found = self._gather(torch.tensor([examples]))
+        found = self.ranks.gather(torch.tensor([examples]))
         for rank, (theirs,) in enumerate(found):
             if theirs != found[0][0]:
                 told = [

@@ -99,4 +99,4 @@ def refuses(rank, num_ranks, only=None, **options):
 
 
 if __name__ == "__main__":
-    main(globals(), thorough=False, limit_s=90)
+    main(globals(), thorough=False, limit_s=240)

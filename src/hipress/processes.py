@@ -1,4 +1,4 @@
-"""The end of processes that an agent has started: all of them, and all that these started."""
+"""The family of a process, as Linux knows it: who ends with whom, and everyone below."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have the kernel send this process a signal when the one that started it ends."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
@@ -21,14 +21,14 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill_descendants() -> None:
-    """Kill all below this process; again and again, as some may fork while /proc is read."""
-    killed: set[int] = set()
-    while new := set(descendants(os.getpid())) - killed:
-        killed |= new
+def signal_descendants(number: int) -> None:
+    """Send a signal to all below this process; again, as some fork while /proc is read."""
+    signalled: set[int] = set()
+    while new := set(descendants(os.getpid())) - signalled:
+        signalled |= new
         for pid in new:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
 
 def descendants(root: int) -> list[int]:
