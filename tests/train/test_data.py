@@ -21,6 +21,7 @@ from hipress.errors import MissingDependencyError, UsageError
 from hipress.train import data
 from hipress.train.data.draws import numbers
 from hipress.train.data.synthetic import NUM_TEST, NUM_TRAIN
+from hipress.train.models import model
 
 STEMS = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
@@ -255,6 +256,21 @@ def test_large_synthetic_examples_are_drawn_once_and_shared() -> None:
     assert num_drawn == before
 
 
+def synthetic(name: str, side: int | None = None, length: int | None = None) -> data.Data:
+    line = model(name)
+    return data.open_data("synthetic", task=line.task, draw=line.draw, side=side, length=length)
+
+
+@pytest.mark.parametrize("name", ["vgg", "mlp", "gpt", "bert-base", "transformer", "ugatit"])
+def test_synthetic_data_may_be_asked_for_as_it_is(name: str) -> None:
+    line = model(name)
+    some = torch.tensor([3, 9])
+    plain = synthetic(name).train(some, seed=0)
+    told = synthetic(name, side=line.side, length=line.length).train(some, seed=0)
+    for one, two in zip(plain, told, strict=True):
+        assert torch.equal(one, two)
+
+
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown": (
         lambda folder: ask("Cifar10"),
@@ -314,6 +330,46 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "side": (
         lambda folder: data.open_data("imagefolder", [Path("a")], side=0),
         r"--side is 0; it must be 1 or more\.",
+    ),
+    **{
+        f"side of {name}": (
+            lambda folder, name=name, num=num: data.open_data(name, [Path("a")] * num, side=32),
+            r"--side is for imagefolder; leave it out\.$",
+        )
+        for name, num in (("digits", 0), ("fashion-mnist", 1), ("cifar100", 1), ("text", 1))
+    },
+    **{
+        f"words of {name}": (
+            lambda folder, name=name, num=num: data.open_data(
+                name, [Path("a")] * num, draw=draw_pairs, tokens="words"
+            ),
+            r"--tokens is for text and parallel-text; leave it out\.$",
+        )
+        for name, num in (("digits", 0), ("synthetic", 0), ("imagefolder", 1))
+    },
+    "side of synthetic images": (
+        lambda folder: synthetic("vgg", side=64),
+        r"--side is 64 and the synthetic data of this model has 32; leave it out\.$",
+    ),
+    "side of synthetic pairs of images": (
+        lambda folder: synthetic("ugatit", side=64),
+        r"--side is 64 and the synthetic data of this model has 256; leave it out\.$",
+    ),
+    "side of synthetic text": (
+        lambda folder: synthetic("gpt", side=64),
+        r"--side is 64 and the synthetic data of this model has none; leave it out\.$",
+    ),
+    "length of synthetic text": (
+        lambda folder: synthetic("gpt", length=32),
+        r"--length is 32 and the synthetic data of this model has 64; leave it out\.$",
+    ),
+    "length of synthetic pairs of lines": (
+        lambda folder: synthetic("transformer", length=32),
+        r"--length is 32 and the synthetic data of this model has 64; leave it out\.$",
+    ),
+    "length of synthetic images": (
+        lambda folder: synthetic("cnn", length=32),
+        r"--length is 32 and the synthetic data of this model has none; leave it out\.$",
     ),
 }
 

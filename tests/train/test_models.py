@@ -25,7 +25,7 @@ from hipress.train.models.lstm import Lstm
 from hipress.train.models.resnet import resnet
 from hipress.train.models.transformer import Transformer, positions
 from hipress.train.models.ugatit import Ugatit, _MixedNorm
-from hipress.train.models.vgg import vgg
+from hipress.train.models.vgg import small_vgg, vgg
 from hipress.train.tasks import TASKS, UNLABELLED, Batch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
@@ -381,8 +381,22 @@ def test_no_layer_lets_ranks_or_runs_differ(name: str) -> None:
 def test_dropout_is_as_published(name: str, rate: set[float]) -> None:
     net, _ = on_meta(name)
     found = {layer.p for layer in net.modules() if isinstance(layer, nn.Dropout)}
-    found |= {layer.dropout for layer in net.modules() if isinstance(layer, Attention | nn.LSTM)}
+    found |= {layer.dropout for layer in net.modules() if isinstance(layer, Attention)}
     assert found == rate
+
+
+def test_dropout_of_lstm_follows_from_torchs_random_numbers() -> None:
+    """On a GPU that of nn.LSTM does not, so there must be none inside of it."""
+    net = Lstm(vocabulary=20, width=6, num_layers=3, dropout=0.5)
+    assert [layer.dropout for layer in net.layers] == [0, 0, 0]
+    tokens = torch.randint(20, (4, 5), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    found = net(tokens)
+    torch.manual_seed(3)
+    hidden = functional.dropout(net.tokens(tokens), 0.5)
+    for layer in net.layers:  # before each layer, and after the last
+        hidden = functional.dropout(layer(hidden)[0], 0.5)
+    torch.testing.assert_close(found, hidden @ net.tokens.weight.T + net.bias)
 
 
 def test_cnn_learns_digits() -> None:
@@ -506,6 +520,43 @@ def test_a_sequence_may_not_be_longer_than_the_positions(name: str) -> None:
         f"sequences of 10 tokens are longer than the {context} that this model has positions for; "
         f"choose a length of {context} or less."
     )
+
+
+def test_lstm_is_the_two_layers_of_torch() -> None:
+    torch.manual_seed(0)
+    net = Lstm(vocabulary=20, width=6).eval()
+    torch.manual_seed(0)
+    tokens, bias = nn.Embedding(20, 6), torch.zeros(20)
+    whole = nn.LSTM(6, 6, 2, dropout=0.65, batch_first=True).eval()
+    nn.init.uniform_(tokens.weight, -0.1, 0.1)
+    # Also the first weights are the same, in the same order.
+    expected = [bias, tokens.weight, *whole.parameters()]
+    for one, two in zip(net.parameters(), expected, strict=True):
+        assert torch.equal(one, two)
+    read = torch.tensor([[1, 2, 3, 19, 0], [4, 4, 5, 6, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(net(read), whole(tokens(read))[0] @ tokens.weight.T)
+
+
+def test_the_small_vgg_takes_other_sides_and_does_what_it_did_at_32() -> None:
+    torch.manual_seed(0)
+    net = small_vgg((4, 0, 4, 0, 4, 0, 4, 0, 6, 0), hidden=8, num_classes=3)
+    bare = nn.Sequential(*(nn.Flatten() if k == 15 else layer for k, layer in enumerate(net)))
+    assert list(net.state_dict()) == list(bare.state_dict()) and len(net.state_dict()) == 16
+    images = torch.randn(2, 3, 96, 96)
+    found = {}
+    for one in (net, bare):
+        net.zero_grad()
+        logits = one(images[:, :, :32, :32])
+        logits.square().sum().backward()
+        found[one] = [logits, *(p.grad.clone() for p in net.parameters())]
+    for here, there in zip(found[net], found[bare], strict=True):
+        assert torch.equal(here, there)
+    for side in (33, 64, 96):
+        pixels = images[:, :, :side, :side]
+        convolved = net[:15](pixels)
+        assert convolved.shape[2:] == (side // 32,) * 2
+        torch.testing.assert_close(net(pixels), net[16:](convolved.mean((2, 3))))
 
 
 def test_only_resnet_v2_brings_images_to_one_scale() -> None:

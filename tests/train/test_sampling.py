@@ -61,3 +61,11 @@ def test_too_few_examples():
         r"and the data has 13; give --batch 3 or less, or fewer ranks\.",
     ):
         samplers(4, num_examples=13)[0].check()
+
+
+def test_advice_counts_batches_as_the_user_does():
+    one = Sampler(num_examples=1200, batch=1600, rank=0, num_ranks=1, seed=0)
+    with pytest.raises(UsageError, match=r"--batch 400 and --accumulate 4 take 1600 .* 300 or"):
+        one.check(accumulate=4)
+    with pytest.raises(UsageError, match=r"the data has 3; give fewer ranks\."):
+        samplers(4, num_examples=3)[0].check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -14,15 +15,21 @@ import typer
 from hipress.errors import HipressError, UsageError
 
 if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
+
+    from hipress.cli._train_view import View
     from hipress.launch import World
     from hipress.train.config import Config
-    from hipress.train.job import Job
+    from hipress.train.ranks import Ranks
     from hipress.train.result import Facts, Result
 
 app = typer.Typer()
 
 PARTING_S = 5.0
-"""How long rank 0 waits at most for the others, after an error that all have."""
+"""How long rank 0 waits at most for the others at the end."""
+MARGIN_S = 30.0
+"""By how much torch's patience is longer than ours."""
 
 DATA = "Data"
 LENGTH = "Length and learning rate"
@@ -61,8 +68,9 @@ def train(
         int | None, typer.Option(min=2, help="Tokens of a sequence.", rich_help_panel=DATA)
     ] = None,
     tokens: Annotated[
-        str, typer.Option(help="What text is cut into: bytes or words.", rich_help_panel=DATA)
-    ] = "bytes",
+        str | None,
+        typer.Option(help="What text is cut into: bytes or words.", rich_help_panel=DATA),
+    ] = None,
     loaders: Annotated[
         int | None,
         typer.Option(min=0, help="Processes that prepare batches.", rich_help_panel=DATA),
@@ -120,9 +128,9 @@ def train(
         ),
     ] = None,
     momentum: Annotated[
-        float,
-        typer.Option(help="Of sgd; left out where the codec has it.", rich_help_panel=LENGTH),
-    ] = 0.9,
+        float | None,
+        typer.Option(help="Of sgd, 0.9; left out where the codec has it.", rich_help_panel=LENGTH),
+    ] = None,
     nesterov: Annotated[
         bool, typer.Option("--nesterov", help="Nesterov's momentum.", rich_help_panel=LENGTH)
     ] = False,
@@ -131,8 +139,8 @@ def train(
         str, typer.Option(help="constant, step or cosine.", rich_help_panel=LENGTH)
     ] = "constant",
     lr_decay: Annotated[
-        float, typer.Option(help="Factor of each step.", rich_help_panel=LENGTH)
-    ] = 0.1,
+        float | None, typer.Option(help="Factor of each step, 0.1.", rich_help_panel=LENGTH)
+    ] = None,
     lr_decay_epochs: Annotated[
         str | None, typer.Option(help="When, e.g. 50,80.", rich_help_panel=LENGTH)
     ] = None,
@@ -245,7 +253,6 @@ def train(
         length=length,
         tokens=tokens,
     )
-    config.check()
     _run(config, log, json)
 
 
@@ -260,70 +267,108 @@ def _epochs(text: str | None) -> tuple[float, ...]:
 
 def _run(config: Config, log: Path | None, json: Path | None) -> None:
     """This process as a rank."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
     from hipress import launch, settings
     from hipress.errors import AgreementError, TrainingError
     from hipress.report._ranks import leave
-    from hipress.train import devices
-    from hipress.train.job import Job
-    from hipress.train.ranks import JointError
+    from hipress.train.ranks import JointError, Ranks
 
     world = launch.join()
     if world.rank > 0 and not os.environ.get(settings.LOG.name):
         logging.getLogger("hipress").setLevel(logging.ERROR)  # all say the same
-    where, backend = devices.choose(
-        config.device, config.backend, local_rank=world.local_rank, num_local=world.local_size
-    )
-    # A little longer than ours, which names the rank that is late; torch's own is half an hour.
-    dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout_s() + 30))
+    store = _meet(world)
     try:
-        job = Job(config, where)
-        facts, result = _watched(job, world, log)
+        facts, result = _train(config, log, Ranks(store, world.rank, world.size), world, store)
     except HipressError as error:
         if world.size == 1:
-            dist.destroy_process_group()
+            _part(world, store)
             raise
         # What all ranks raise alike is said once.
         is_joint = isinstance(error, (AgreementError, JointError, TrainingError))
         if world.rank == 0 or not is_joint:
-            print(f"hipress: {error}", file=sys.stderr, flush=True)
+            who = "" if is_joint else f"rank {world.rank}: "
+            print(f"hipress: {who}{error}", file=sys.stderr, flush=True)
         if is_joint:
-            _wait_for_others(world)
+            _part(world, store)
         leave(2)
-    dist.barrier()
-    job.close()
     if world.rank == 0:
         _tell(facts, result, json)
-    dist.destroy_process_group()
+    _part(world, store)
     if world.size > 1:
         leave()
 
 
-def _wait_for_others(world: World) -> None:
-    """Let rank 0 be the last: the others may still read from the store that its process holds."""
+def _meet(world: World) -> Store:
+    """The store that all ranks share, before they have a process group."""
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.rendezvous import rendezvous
+
+    from hipress import settings
+
+    if world.size == 1:
+        return HashStore()
+    limit = timedelta(seconds=settings.timeout_s() + MARGIN_S)
+    met: tuple[Store, int, int] = next(
+        iter(rendezvous("env://", world.rank, world.size, timeout=limit))
+    )
+    store = met[0]
+    store.set_timeout(limit)
+    return store
+
+
+def _train(
+    config: Config, log: Path | None, ranks: Ranks, world: World, store: Store
+) -> tuple[Facts, Result]:
+    """The whole job of this rank."""
+    from datetime import timedelta
+
     import torch.distributed as dist
 
-    store = dist.distributed_c10d._get_default_store()
-    num_here = store.add("hipress/train/left", 1)
-    deadline = time.monotonic() + PARTING_S
-    while world.rank == 0 and num_here < world.size and time.monotonic() < deadline:
-        time.sleep(0.02)
-        num_here = store.add("hipress/train/left", 0)
-
-
-def _watched(job: Job, world: World, log: Path | None) -> tuple[Facts, Result]:
+    from hipress import settings
     from hipress.cli._train_view import Silent, view
+    from hipress.train import devices
+    from hipress.train.job import Job
 
+    def place() -> tuple[torch.device, str]:
+        config.check()
+        return devices.choose(
+            config.device, config.backend, local_rank=world.local_rank, num_local=world.local_size
+        )
+
+    where, backend = ranks.jointly("hipress train", place)
+    # A little longer than ours, which names the rank that is late; torch's own is half an hour.
+    limit = timedelta(seconds=settings.timeout_s() + MARGIN_S)
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=limit
+    )
+    job = Job(config, where, ranks)
     facts = job.facts()
-    if world.rank != 0:
-        return facts, job.run(Silent())
-    with view(log, resumes=facts.first_step > 0) as shown:
-        result = job.run(shown)
-        shown.on_end(result)
+    with contextlib.ExitStack() as stack:
+        watcher: Silent | View = Silent()
+        if world.rank == 0:
+            opened = view(log, resumes=facts.first_step > 0)
+            watcher = ranks.jointly("--log", lambda: stack.enter_context(opened))
+        else:
+            ranks.jointly("--log", lambda: None)
+        result = job.run(watcher)
+        watcher.on_end(result)
+    dist.barrier()
+    job.close()
     return facts, result
+
+
+def _part(world: World, store: Store) -> None:
+    """Leave together, rank 0 last: the others may still read from the store that it holds."""
+    import torch.distributed as dist
+
+    num_left = store.add("hipress/train/left", 1)
+    deadline = time.monotonic() + PARTING_S
+    while world.rank == 0 and num_left < world.size and time.monotonic() < deadline:
+        time.sleep(0.02)
+        num_left = store.add("hipress/train/left", 0)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _tell(facts: Facts, result: Result, json: Path | None) -> None:

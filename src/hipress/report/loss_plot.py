@@ -9,7 +9,7 @@ from typing import Any
 
 from hipress.errors import MissingDependencyError, UsageError
 
-SMOOTHED = 0.9
+SMOOTHED = 0.7
 """Weight of the past in the curves: a batch's loss jumps about."""
 COLOURS = ("#7f7f7f", "#1f77b4", "#d62728", "#2ca02c")
 
@@ -64,7 +64,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
     Example:
         >>> [round(value, 2) for value in smooth([1.0, 1.0, 4.0])]
-        [1.0, 1.0, 2.11]
+        [1.0, 1.0, 2.37]
     """
     found, total, weight = [], 0.0, 0.0
     for value in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from pathlib import Path
@@ -30,14 +31,26 @@ def check_folder(folder: Path) -> None:
 
 
 def save(folder: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint whole or not at all: the one before stays until this one is complete."""
+    """Write a checkpoint whole or not at all: the one before stays until this one is complete.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
     file = folder / NAME
     partial = file.with_suffix(".partial")
-    with partial.open("wb") as out:
-        torch.save({"version": VERSION, **state}, out)
-        out.flush()
-        os.fsync(out.fileno())
-    partial.replace(file)
+    try:
+        with partial.open("wb") as out:
+            torch.save({"version": VERSION, **state}, out)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(file)
+    except (OSError, RuntimeError) as error:  # a full disk is torch's RuntimeError
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise UsageError(
+            f"the checkpoint cannot be written to {str(folder)!r}: {str(error).splitlines()[0]}; "
+            "make room and go on with --resume: the one before it is as it was."
+        ) from error
 
 
 def load(folder: Path) -> dict[str, Any] | None:
@@ -48,7 +61,7 @@ def load(folder: Path) -> dict[str, Any] | None:
     """
     file = folder / NAME
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:

@@ -14,6 +14,9 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 AMP = ("off", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
+TEXTS = ("text", "parallel-text")
+DEFAULT_MOMENTUM = 0.9
+DEFAULT_DECAY = 0.1
 DEFAULT_RATE = {"sgd": 0.05, "adam": 0.001, "adamw": 0.001}
 
 
@@ -44,11 +47,13 @@ class Config:
     steps: int | None = None
     optimizer: str = "sgd"
     rate: float | None = None
-    momentum: float = 0.9
+    momentum: float | None = None
+    """Of SGD; 0.9 if None."""
     nesterov: bool = False
     weight_decay: float = 0.0
     rate_mode: str = "constant"
-    rate_decay: float = 0.1
+    rate_decay: float | None = None
+    """Factor of each of `decay_epochs`; 0.1 if None."""
     decay_epochs: tuple[float, ...] = ()
     warmup_epochs: float = 0.0
     warmup_rate: float = 0.0
@@ -72,7 +77,12 @@ class Config:
     """Processes that prepare batches; 0 where the data is in memory, 2 for image files, if None."""
     side: int | None = None
     length: int | None = None
-    tokens: str = "bytes"
+    tokens: str | None = None
+
+    @property
+    def sgd_momentum(self) -> float:
+        """Of SGD."""
+        return DEFAULT_MOMENTUM if self.momentum is None else self.momentum
 
     @property
     def base_rate(self) -> float:
@@ -88,7 +98,7 @@ class Config:
             num_epochs=num_epochs,
             warmup_epochs=self.warmup_epochs,
             warmup_rate=self.warmup_rate,
-            decay=self.rate_decay,
+            decay=DEFAULT_DECAY if self.rate_decay is None else self.rate_decay,
             decay_epochs=self.decay_epochs,
         )
         made.check()
@@ -112,19 +122,21 @@ class Config:
                 raise UsageError(f"{option} {value!r} is none of {', '.join(choices)}; choose one.")
         if self.epochs is not None and self.steps is not None:
             raise UsageError("--epochs and --steps both say how long to train; give one of them.")
-        for option, number, least in (
-            ("--epochs", self.epochs, 0.0),
-            ("--weight-decay", self.weight_decay, 0.0),
-            ("--eval-every", self.eval_every, 0.0),
+        if self.epochs is not None and not (math.isfinite(self.epochs) and self.epochs > 0):
+            raise UsageError(f"--epochs is {self.epochs:g}; it must be above 0.")
+        for option, number in (
+            ("--weight-decay", self.weight_decay),
+            ("--eval-every", self.eval_every),
         ):
-            if number is not None and not (math.isfinite(number) and number >= least):
-                raise UsageError(f"{option} is {number:g}; it must be {least:g} or more.")
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"--momentum is {self.momentum:g}; it must be from 0 to below 1.")
+            if not (math.isfinite(number) and number >= 0):
+                raise UsageError(f"{option} is {number:g}; it must be 0 or more.")
+        if not 0 <= self.sgd_momentum < 1:
+            raise UsageError(f"--momentum is {self.sgd_momentum:g}; it must be from 0 to below 1.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"--clip-norm is {self.clip_norm:g}; it must be above 0.")
-        if self.nesterov and (self.optimizer != "sgd" or self.momentum == 0):
+        if self.nesterov and (self.optimizer != "sgd" or self.sgd_momentum == 0):
             raise UsageError("--nesterov needs --optimizer sgd and a --momentum above 0.")
+        self._check_idle()
         if self.resume and self.checkpoint is None:
             raise UsageError("--resume needs --checkpoint DIR, the folder to go on from.")
         if self.checkpoint_every is not None and self.checkpoint is None:
@@ -134,9 +146,34 @@ class Config:
                 "--plan decides codec and strategy for each gradient; leave --codec and --strategy "
                 "out, or the plan."
             )
-        if self.codec == PLAIN and (self.strategy is not None or self.timeline is not None):
-            given = "--strategy" if self.strategy is not None else "--timeline"
-            raise UsageError(
-                f"--codec {PLAIN} leaves gradients to DDP, so {given} has nothing to act on; leave "
-                "it out, or give --codec none, which sends gradients as they are."
-            )
+
+    def _check_idle(self) -> None:
+        """Raise a UsageError for an option that would do nothing: nobody gives it for that."""
+        on = {
+            "--momentum": (self.momentum is not None, self.optimizer == "sgd", "--optimizer sgd"),
+            "--lr-decay": (self.rate_decay is not None, self.rate_mode == "step", "--lr-mode step"),
+            "--warmup-lr": (self.warmup_rate != 0, self.warmup_epochs > 0, "--warmup-epochs"),
+            "--side": (self.side is not None, self.data == "imagefolder", "--data imagefolder"),
+            "--length": (self.length is not None, self.data in TEXTS, "text"),
+            "--tokens": (self.tokens is not None, self.data in TEXTS, "text"),
+        }
+        for option, (is_given, acts, needs) in on.items():
+            if is_given and not acts:
+                raise UsageError(f"{option} does something only with {needs}; leave it out.")
+        if self.codec != PLAIN:
+            return
+        given = {
+            "--strategy": self.strategy is not None,
+            "--timeline": self.timeline is not None,
+            "--check-every": self.check_every > 0,
+            "--plain-steps": self.plain_steps > 0,
+            "--min-size": self.min_size is not None,
+            "--exclude": bool(self.exclude),
+            "--include": bool(self.include),
+        }
+        for option, is_given in given.items():
+            if is_given:
+                raise UsageError(
+                    f"--codec {PLAIN} leaves gradients to DDP, so {option} has nothing to act on; "
+                    "leave it out, or give --codec none, which sends gradients as they are."
+                )

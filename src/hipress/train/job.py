@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -23,15 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hipress
 import hipress.torch
-from hipress.errors import MissingDependencyError, TrainingError, UsageError
+from hipress.errors import TrainingError, UsageError
 from hipress.torch import DEFAULT_CODEC, selection
 from hipress.torch.replicas import compare
-from hipress.train import checkpoints, models, optimizers
+from hipress.train import checkpoints, going_on, models, optimizers
 from hipress.train.config import Config
 from hipress.train.data import open_data
-from hipress.train.loading import batches
+from hipress.train.loading import batches, test_batches
 from hipress.train.pace import Pace
-from hipress.train.ranks import JointError, Ranks
+from hipress.train.ranks import Ranks
 from hipress.train.result import Facts, Result
 from hipress.train.sampling import Sampler
 from hipress.train.tasks import TASKS, Batch
@@ -41,7 +42,6 @@ _log = logging.getLogger("hipress")
 
 NUM_UNTIMED = 3
 """Steps at the start that do not count for speed: kernels are compiled, buckets laid out."""
-EVAL_BATCH = 64
 TRACED_STEPS = 5
 FILE_LOADERS = 2
 """Processes that read files for every batch, unless the user says otherwise."""
@@ -73,23 +73,16 @@ class Job:
         UsageError: Something in the config cannot be.
     """
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, ranks: Ranks | None = None) -> None:
         self.config = config
         self.device = device
-        self.ranks = Ranks(device)
+        self.ranks = ranks or Ranks.of_group()
+        self.ranks.compute_on(device)
         self.rank, self.num_ranks = self.ranks.rank, self.ranks.num_ranks
-        refusal = None
-        try:
-            self._prepare()
-        except (UsageError, MissingDependencyError) as error:
-            refusal = str(error)
-        # Ranks may have their data and checkpoints in different places.
-        facts = {k: v for k, v in asdict(config).items() if k not in _OF_A_HOST}
-        self.ranks.agree("hipress train", facts, refusal)
+        self.ranks.jointly("hipress train", self._prepare)
+        self.ranks.compare("hipress train", self._common_facts())
         self._build()
-        self.step = 0
-        if config.resume:
-            self._resume()
+        self.step = going_on.resume(self) if config.resume else 0
 
     def _prepare(self) -> None:
         """All that this rank can do, and refuse, by itself."""
@@ -104,28 +97,49 @@ class Job:
             least_side=line.least_side,
             side=config.side or (line.side if config.data == "imagefolder" else None),
             length=config.length or line.length,
-            tokens=config.tokens,
+            tokens=config.tokens or "bytes",
             seed=config.seed,
         )
         if config.loaders and config.data == "synthetic":
             raise UsageError("--loaders has nothing to load of synthetic data; leave it out.")
         self.task = TASKS[line.task or self.data.task]
+        self.batch = config.batch or line.batch
         self.sampler = Sampler(
             num_examples=self.data.num_train,
-            batch=(config.batch or line.batch) * config.accumulate,
+            batch=self.batch * config.accumulate,
             rank=self.rank,
             num_ranks=self.num_ranks,
             seed=config.seed,
         )
-        self.sampler.check()
+        self.sampler.check(config.accumulate)
         per_epoch = self.sampler.steps_per_epoch
         self.num_steps = config.num_steps(per_epoch)
+        if config.timeline is not None and self.num_steps < NUM_UNTIMED + TRACED_STEPS:
+            raise UsageError(
+                f"--timeline records steps {NUM_UNTIMED + 1} to {NUM_UNTIMED + TRACED_STEPS} and "
+                f"the run has {self.num_steps}; train longer, or leave it out."
+            )
         self.schedule = config.schedule(self.num_steps / per_epoch, per_epoch)
         if config.checkpoint is not None:
             checkpoints.check_folder(config.checkpoint)
         self.rules = selection.rules(**self._asked(), default_codec=DEFAULT_CODEC)
         self.model = line.make(config.seed, **self.data.sizes)
         selection.check_names(self.rules, [name for name, _ in self.model.named_parameters()])
+        if config.plain_steps and optimizers.sent_as_momentum(self.rules, self.model):
+            raise UsageError(
+                "--plain-steps would train without momentum, which this codec brings only when it "
+                "compresses; leave it out, or take a codec without momentum such as onebit."
+            )
+
+    def _common_facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks; data and checkpoints may lie in different places."""
+        told = {k: v for k, v in asdict(self.config).items() if k not in _OF_A_HOST}
+        return told | {
+            "training examples": self.data.num_train,
+            "test examples": self.data.num_test,
+            "sizes of the data": dict(self.data.sizes),
+            "steps": self.num_steps,
+        }
 
     def _asked(self) -> dict[str, Any]:
         """The arguments of `attach` that say what is compressed."""
@@ -207,7 +221,7 @@ class Job:
         pace = Pace(first, self.step + NUM_UNTIMED)
         losses, num_losses = torch.zeros((), device=self.device), 0
         last: dict[str, Any] = {}
-        for batch in batches(self.data, self.sampler, first, self.num_steps, self._num_loaders):
+        for batch in self._batches(first):
             if self.step == first + NUM_UNTIMED:
                 self._wait_for_device()
                 pace.begin(self.step)
@@ -220,24 +234,28 @@ class Job:
             tests, saves = self._is_test_time(), self._is_checkpoint_time()
             if not (tests or saves or self._is_point(config.log_every)):
                 continue
-            loss = self.ranks.mean(losses / num_losses)  # waits for the device
+            # Waits for the device. Ranks may have different numbers of tokens.
+            means = torch.stack([losses / num_losses, losses.new_tensor(pace.num_units)])
+            loss, units = (value / self.num_ranks for value in self.ranks.total(means))
+            self.check_finite("loss", loss)
             losses, num_losses = torch.zeros_like(losses), 0
-            row = {"kind": "step", **pace.end(self.step), "epoch": self._epoch, "loss": loss}
-            self._check_loss(loss)
+            row = {"kind": "step", **pace.end(self.step, units), "epoch": self._epoch, "loss": loss}
             watcher.on_row(row | {"rate": self._rate(self.step - 1)})
             last |= row
+            if saves:  # before the test, whose failure must not cost an epoch
+                going_on.save(self)
             if tests:
                 last |= self._test(pace, watcher)
-            if saves:
-                self.save()
             pace.begin(self.step)
         if self.step == first:  # resumed at its end
             last = self._test(pace, watcher)
-        self._check_replicas()
+        compare(self.ranks.gather_digests(self.model), self.step)
         return self._result(pace, last, first)
 
     def _test(self, pace: Pace, watcher: Watcher) -> dict[str, Any]:
         found = self.evaluate()
+        if found["test_loss"] is not None:
+            self.check_finite("test loss", found["test_loss"])
         at = {"step": self.step, "time_s": pace.elapsed_s, "epoch": self._epoch}
         watcher.on_row({"kind": "test", **at, **found})
         return found
@@ -250,11 +268,11 @@ class Job:
         total = torch.zeros(4, dtype=torch.float64)
         mine = torch.arange(self.rank, self.data.num_test, self.num_ranks)
         with torch.no_grad(), self._autocast():
-            for indices in torch.split(mine, EVAL_BATCH) if len(mine) else ():
-                score = self.task.evaluate(self.model, self._on_device(self.data.test(indices)))
+            for batch in test_batches(self.data, mine, self.batch, self._num_loaders, self._pins):
+                score = self.task.evaluate(self.model, self._on_device(batch))
                 # Where nothing is right or wrong, the loss is a mean over examples.
                 scored = score.num_scored
-                found = (score.loss_sum, scored or len(indices), score.num_right, scored)
+                found = (score.loss_sum, scored or len(batch[0]), score.num_right, scored)
                 total += torch.tensor(found, dtype=torch.float64)
         self.model.train()
         loss_sum, weight, num_right, num_scored = self.ranks.total(total)
@@ -262,20 +280,6 @@ class Job:
             "test_loss": loss_sum / weight if weight else None,
             "accuracy": 100 * num_right / num_scored if num_scored else None,
         }
-
-    def save(self) -> None:
-        """Write a checkpoint; on all ranks."""
-        assert self.config.checkpoint is not None
-        state = {
-            "job": self._identity(),
-            "examples": self.step * self.sampler.together,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "sync": self.sync.state_dict() if self.sync.enabled else None,
-        }
-        if self.rank == 0:
-            checkpoints.save(self.config.checkpoint, state)
 
     def close(self) -> None:
         """End the exchange; when all ranks are done with it."""
@@ -336,13 +340,24 @@ class Job:
     def _is_test_time(self) -> bool:
         if self.step == self.num_steps:
             return True
-        every = round(self.config.eval_every * self.sampler.steps_per_epoch)
-        return every > 0 and self.step % every == 0
+        if self.config.eval_every == 0:
+            return False
+        every = max(round(self.config.eval_every * self.sampler.steps_per_epoch), 1)
+        return self.step % every == 0
 
     def _is_checkpoint_time(self) -> bool:
         if self.config.checkpoint is None:
             return False
         return self._is_point(self.config.checkpoint_every or self.sampler.steps_per_epoch)
+
+    def _batches(self, first: int) -> Iterator[Batch]:
+        return batches(
+            self.data, self.sampler, first, self.num_steps, self._num_loaders, self._pins
+        )
+
+    @property
+    def _pins(self) -> bool:
+        return self.device.type == "cuda"
 
     @property
     def _num_loaders(self) -> int:
@@ -350,20 +365,15 @@ class Job:
             return self.config.loaders
         return FILE_LOADERS if self.data.reads_files else 0
 
-    def _check_loss(self, mean: float) -> None:
-        if not math.isfinite(mean):
+    def check_finite(self, what: str, value: float) -> None:
+        """Raise a TrainingError for a value that is not."""
+        if not math.isfinite(value):
+            saved = self.config.checkpoint is not None
             raise TrainingError(
-                f"the loss is {mean} at step {self.step}; start again with a smaller --lr than "
+                f"the {what} is {value} at step {self.step}; start again with a smaller --lr than "
                 f"{self.config.base_rate:g}, --warmup-epochs or --clip-norm"
-                f"{', or go on from the last checkpoint with --resume' if self._saves else ''}."
+                f"{', or go on from the last checkpoint with --resume' if saved else ''}."
             )
-
-    @property
-    def _saves(self) -> bool:
-        return self.config.checkpoint is not None
-
-    def _check_replicas(self) -> None:
-        compare(self.ranks.gather_digests(self.model), self.step)
 
     def _result(self, pace: Pace, last: dict[str, Any], first: int) -> Result:
         stats = self.sync.stats()
@@ -371,7 +381,7 @@ class Job:
         numel = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         plain = 2 * (self.num_ranks - 1) / self.num_ranks * 4 * numel
         sent = stats.sent_bytes / num_done if self.sync.enabled else plain
-        sent = self.ranks.mean(torch.tensor(float(sent), device=self.device))
+        sent = self.ranks.total(torch.tensor([sent], dtype=torch.float64))[0] / self.num_ranks
         steps_per_s, units_per_s = pace.speed()
         return Result(
             num_steps=self.step - first,
@@ -387,54 +397,3 @@ class Job:
             accuracy=last.get("accuracy"),
             memory_bytes=stats.state_bytes + stats.buffer_bytes,
         )
-
-    # --- going on ---------------------------------------------------------------------------------
-
-    def _identity(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to be this job's."""
-        config = self.config
-        return {
-            "model": config.model,
-            "data": config.data,
-            "sizes": dict(self.data.sizes),
-            "optimizer": config.optimizer,
-        }
-
-    def _resume(self) -> None:
-        folder = self.config.checkpoint
-        assert folder is not None
-        state = checkpoints.load(folder)
-        self._check_same_checkpoint(-1 if state is None else int(state["examples"]))
-        if state is None:
-            if self.rank == 0:
-                _log.warning("no checkpoint in %s yet: starting from the beginning", folder)
-            return
-        checkpoints.compare(folder, state["job"], self._identity())
-        self.model.load_state_dict(state["model"])
-        try:
-            self.optimizer.load_state_dict(state["optimizer"])
-        except ValueError as error:
-            raise UsageError(
-                f"the checkpoint in {str(folder)!r} has other groups of parameters: it was made "
-                "with a codec that brings its own momentum, or this job has one; give the codec "
-                "that it was made with."
-            ) from error
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(state["scaler"])
-        if self.sync.enabled and state["sync"] is not None:
-            self.sync.load_state_dict(state["sync"])
-        self.step = min(int(state["examples"]) // self.sampler.together, self.num_steps)
-
-    def _check_same_checkpoint(self, examples: int) -> None:
-        """Raise a UsageError where ranks would go on from different places."""
-        found = self.ranks.gather(torch.tensor([examples]))
-        for rank, (theirs,) in enumerate(found):
-            if theirs != found[0][0]:
-                told = [
-                    "no checkpoint" if n < 0 else f"one of {n} examples"
-                    for n in (found[0][0], theirs)
-                ]
-                raise JointError(
-                    f"rank 0 finds {told[0]} in {str(self.config.checkpoint)!r} and rank {rank} "
-                    f"{told[1]}; give a --checkpoint folder that all hosts see."
-                )

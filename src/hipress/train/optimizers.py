@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hipress.torch.advice import has_momentum
+from hipress.codecs.base import Codec
+from hipress.torch.advice import decays, has_momentum
 from hipress.torch.selection import Rules, clean, sparse_names
 from hipress.train.config import Config
 
@@ -25,29 +26,33 @@ def make(config: Config, model: nn.Module, rules: Rules | None) -> torch.optim.O
     if config.optimizer != "sgd":
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
         return kind([p for _, p in named], lr=config.base_rate, weight_decay=decay)
-    sent = set() if rules is None else _sent_as_momentum(rules, model)
+    sent = {} if rules is None else sent_as_momentum(rules, model)
+    # Where the codec decays weights, the optimizer must not.
+    decayed = {name for name, codec in sent.items() if decays(codec)}
+    momentless = {"momentum": 0.0, "nesterov": False}
     groups: list[dict[str, Any]] = [
         {"params": [p for name, p in named if name not in sent]},
-        {"params": [p for name, p in named if name in sent], "momentum": 0.0, "nesterov": False},
+        {"params": [p for name, p in named if name in sent and name not in decayed], **momentless},
+        {"params": [p for name, p in named if name in decayed], "weight_decay": 0.0, **momentless},
     ]
     return torch.optim.SGD(
         [group for group in groups if group["params"]],
         lr=config.base_rate,
-        momentum=config.momentum,
+        momentum=config.sgd_momentum,
         nesterov=config.nesterov,
         weight_decay=decay,
     )
 
 
-def _sent_as_momentum(rules: Rules, model: nn.Module) -> set[str]:
-    """Parameters whose codec sends momentum; a second one would count twice."""
+def sent_as_momentum(rules: Rules, model: nn.Module) -> dict[str, Codec]:
+    """Parameters whose codec sends momentum, so that a second one would count twice."""
     sparse = sparse_names(model)
-    found: dict[str, bool] = {}
-    sent = set()
+    brings: dict[str, bool] = {}
+    sent = {}
     for name, parameter in model.named_parameters():
         codec = rules.choice(clean(name), parameter, sparse).codec
-        if codec.name not in found:
-            found[codec.name] = has_momentum(codec)
-        if found[codec.name]:
-            sent.add(name)
+        if codec.name not in brings:
+            brings[codec.name] = has_momentum(codec)
+        if brings[codec.name]:
+            sent[name] = codec
     return sent

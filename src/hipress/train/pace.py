@@ -18,7 +18,7 @@ class Pace:
         self.counts_from = counts_from
         self.num_units = 0
         """Of this stretch, on this rank."""
-        self._stretches: list[tuple[int, int, int, float]] = []
+        self._stretches: list[tuple[int, int, float, float]] = []
         """First step, steps, units and seconds of each."""
         self._started_s = time.perf_counter()
         self.begin(step)
@@ -32,15 +32,20 @@ class Pace:
         """Begin a stretch; one that was not ended is forgotten."""
         self._since_step, self._since_s, self.num_units = step, time.perf_counter(), 0
 
-    def end(self, step: int) -> dict[str, Any]:
-        """End a stretch, and say how fast it was."""
+    def end(self, step: int, num_units: float) -> dict[str, Any]:
+        """End a stretch, and say how fast it was.
+
+        Args:
+            step: Where it ends.
+            num_units: Images or tokens of a rank in it, the mean over ranks.
+        """
         num_steps, seconds = step - self._since_step, time.perf_counter() - self._since_s
-        self._stretches.append((self._since_step, num_steps, self.num_units, seconds))
+        self._stretches.append((self._since_step, num_steps, num_units, seconds))
         return {
             "step": step,
             "time_s": self.elapsed_s,
             "steps_per_s": num_steps / seconds,
-            "units_per_s_per_rank": self.num_units / seconds,
+            "units_per_s_per_rank": num_units / seconds,
         }
 
     def speed(self) -> tuple[float, float]:

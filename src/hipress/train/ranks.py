@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,8 +16,19 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hipress import settings
 from hipress.casync.agree import Council
-from hipress.errors import UsageError
+from hipress.errors import MissingDependencyError, PeerError, UsageError
 from hipress.torch.replicas import digests
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+BEAT_S = 1.0
+"""How often rank 0 shows that it is still at work."""
+LOOK_S = 5.0
+"""How often the others look."""
+_DONE = b"done"
 
 
 class JointError(UsageError):
@@ -20,43 +36,124 @@ class JointError(UsageError):
 
 
 class Ranks:
-    """All ranks of the default process group.
+    """All ranks of a job.
 
     Args:
-        device: Where this one computes.
+        store: Shared by all of them.
+        rank: This one.
+        num_ranks: How many there are.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        # What NCCL carries must be on the GPU; gloo takes both, and a CPU's without a copy.
+    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self._store = PrefixStore("hipress/train", store)
+        self._timeout_s = settings.timeout_s()
+        self._council = Council(self._store, rank, num_ranks, self._timeout_s)
+        self._num_waits = 0
+        self._device = torch.device("cpu")
+
+    @classmethod
+    def of_group(cls) -> Ranks:
+        """Those of the default process group."""
+        store = dist.distributed_c10d._get_default_store()
+        return cls(store, dist.get_rank(), dist.get_world_size())
+
+    def compute_on(self, device: torch.device) -> None:
+        """Say where this rank computes, once there is a process group."""
+        # What NCCL carries must be on the GPU; gloo takes a CPU's without a copy.
         self._device = device if dist.get_backend() == "nccl" else torch.device("cpu")
 
-    def agree(self, what: str, facts: dict[str, Any], refusal: str | None) -> None:
-        """Raise on all ranks where one refuses, or was told something else than rank 0.
+    # --- through the store ------------------------------------------------------------------------
+
+    def jointly(self, what: str, work: Callable[[], T]) -> T:
+        """What this rank's work gives; where any rank's refuses, all raise.
 
         Args:
-            what: Names the occasion.
-            facts: What must be the same.
-            refusal: This rank's, if it has one.
+            what: Names the occasion in errors.
+            work: Of this rank alone: it must not wait for others.
 
         Raises:
-            JointError: A rank refuses; where not all do, it is named.
-            AgreementError: Ranks differ.
+            JointError: A rank refuses; where not all do alike, it is named.
         """
-        store = PrefixStore("hipress/train", dist.distributed_c10d._get_default_store())
-        council = Council(store, self.rank, self.num_ranks, settings.timeout_s())
-        told = council.agree(what, facts, told=refusal)
+        refusal, found = None, []
+        try:
+            found.append(work())
+        except (UsageError, MissingDependencyError) as error:
+            refusal = str(error)
+        told = self._council.agree(what, {}, told=refusal)
         for rank, text in enumerate(told):
             if text is not None:
                 raise JointError(text if len(set(told)) == 1 else f"rank {rank}: {text}")
+        return found[0]
 
-    def mean(self, value: Tensor) -> float:
-        """Of one number."""
-        return self.total(value.detach().reshape(1).to(torch.float64))[0] / self.num_ranks
+    def compare(self, what: str, facts: dict[str, Any]) -> None:
+        """Raise an AgreementError on all ranks where one has other facts than rank 0."""
+        self._council.agree(what, facts)
+
+    def by_first(self, work: Callable[[], None]) -> None:
+        """Let rank 0 work alone, however long it takes; the others wait as long as it lives.
+
+        Raises:
+            JointError: It failed.
+            PeerError: Rank 0 is gone.
+        """
+        self._num_waits += 1
+        done, beat = f"done/{self._num_waits}", f"beat/{self._num_waits}"
+        if self.rank == 0:
+            # Whoever is here has read what was told the last time.
+            for key in ("done", "beat"):
+                self._store.delete_key(f"{key}/{self._num_waits - 1}")
+            told = _DONE
+            with self._beating(beat):
+                try:
+                    work()
+                except UsageError as error:
+                    told = str(error).encode()
+            self._store.set(done, told)  # type: ignore[arg-type]
+        else:
+            self._wait_for_first(done, beat)
+            told = self._store.get(done)
+        if told != _DONE:
+            raise JointError(told.decode())
+
+    @contextmanager
+    def _beating(self, key: str) -> Iterator[None]:
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(BEAT_S):
+                self._store.add(key, 1)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _wait_for_first(self, done: str, beat: str) -> None:
+        count, since_s = -1, time.monotonic()
+        while True:
+            try:
+                self._store.wait([done], timedelta(seconds=min(LOOK_S, self._timeout_s)))
+                return
+            except dist.DistStoreError:
+                seen = self._store.add(beat, 0)
+            if seen != count:
+                count, since_s = seen, time.monotonic()
+            elif time.monotonic() - since_s > self._timeout_s:
+                raise PeerError(
+                    f"rank 0 wrote nothing for {self._timeout_s:g} s and does not say that it "
+                    "lives: gone or stuck; look at its output, or raise HIPRESS_TIMEOUT.",
+                    ranks=(0,),
+                )
+
+    # --- through the process group ----------------------------------------------------------------
 
     def total(self, values: Tensor) -> list[float]:
         """The sum over all ranks, each."""
-        values = values.to(self._device)
+        values = values.detach().to(self._device, torch.float64)
         dist.all_reduce(values)
         found: list[float] = values.tolist()
         return found

@@ -46,13 +46,20 @@ class Sampler:
         """Whole steps; what is left over has its turn in another epoch's order."""
         return self.num_examples // self.together
 
-    def check(self) -> None:
-        """Raise a UsageError where not even one step can be dealt."""
+    def check(self, accumulate: int = 1) -> None:
+        """Raise a UsageError where not even one step can be dealt.
+
+        Args:
+            accumulate: Batches, as the user counts them, of a rank in a step.
+        """
         if self.steps_per_epoch == 0:
+            most = self.num_examples // (self.num_ranks * accumulate)
+            what = f"give --batch {most} or less, or" if most else "give"
+            times = f" and --accumulate {accumulate}" if accumulate > 1 else ""
             raise UsageError(
-                f"{self.num_ranks} rank(s) with --batch {self.batch} take {self.together} examples "
-                f"in a step and the data has {self.num_examples}; give --batch "
-                f"{max(self.num_examples // self.num_ranks, 1)} or less, or fewer ranks."
+                f"{self.num_ranks} rank(s) with --batch {self.batch // accumulate}{times} take "
+                f"{self.together} examples in a step and the data has {self.num_examples}; {what} "
+                "fewer ranks."
             )
 
     def indices(self, step: int) -> Tensor:

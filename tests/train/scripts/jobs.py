@@ -2,17 +2,21 @@
 
 import hashlib
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from sklearn.datasets import load_digits
 
+from hipress.train import checkpoints
 from hipress.train.config import Config
 from hipress.train.job import Job
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.scenarios import main
+from tests.torch.scripts.models import warm_up
 
 CPU = torch.device("cpu")
 
@@ -66,15 +70,51 @@ def play(config, dies_at=None):
 
 
 def config(**options):
-    if "checkpoint" in options:
-        options["checkpoint"] = Path(options["checkpoint"])
+    for name in ("checkpoint", "timeline"):
+        if name in options:
+            options[name] = Path(options[name])
+    options["paths"] = [Path(path) for path in options.get("paths", [])]
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     base = {"model": "cnn", "batch": 16, "steps": 12, "log_every": 1, "device": "cpu"}
     return Config(**base | options)
 
 
 def trains(rank, num_ranks, **options):
+    if options.get("resume") is None and "checkpoint" in options:
+        options["checkpoint_every"] = 40
+    return play(config(**{"steps": None, **options} if "epochs" in options else options))
+
+
+def slow_disk(rank, num_ranks, **options):
+    """A write that takes longer than a rank may be late."""
+    real = checkpoints.save
+
+    def slowly(folder, state):
+        time.sleep(7)
+        real(folder, state)
+
+    checkpoints.save = slowly
     return play(config(**options))
+
+
+def full_disk(rank, num_ranks, **options):
+    def full(state, out):
+        raise RuntimeError("unexpected pos 64 vs 0: no space left")
+
+    torch.save = full
+    return refuses(rank, num_ranks, **options)
+
+
+def changed_options(rank, num_ranks, **options):
+    """What the optimizer has after a resume with other options."""
+    play(config(**options, steps=2))
+    job = Job(
+        config(**options, steps=4, resume=True, momentum=0.5, weight_decay=0.01, nesterov=True), CPU
+    )
+    (group,) = job.optimizer.param_groups
+    dist.barrier()
+    job.close()
+    return [group["momentum"], group["weight_decay"], group["nesterov"]]
 
 
 def resumes(rank, num_ranks, dies_at, **options):
@@ -91,6 +131,7 @@ def refuses(rank, num_ranks, only=None, **options):
     """An error on one rank, or on all, as told."""
     if rank == only:
         options["paths"] = ["not-there"]
+    options["paths"] = [path.format(rank=rank) for path in options.get("paths", [])]
     try:
         play(config(**options))
     except Exception as error:
@@ -99,4 +140,7 @@ def refuses(rank, num_ranks, only=None, **options):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    load_digits()  # scikit-learn, once and not for each scenario
+    warm_up("none", "onebit", "momentum(ef(onebit))", "dgc(ratio=0.01)", "int8", "ef(terngrad)")
     main(globals(), thorough=False, limit_s=240)

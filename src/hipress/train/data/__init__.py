@@ -57,6 +57,8 @@ class _Line:
     """The same in words."""
     num_optional: int = 0
     """How many of the paths may be missing."""
+    options: tuple[str, ...] = ()
+    """Those of --side and --tokens that it takes."""
 
 
 _NEEDS = {
@@ -85,7 +87,17 @@ def _open_synthetic(request: _Request) -> Data:
             "synthetic data is drawn by the model, and this model has no data of its own; choose "
             f"{_listed(usage(name) for name in NAMES if name != 'synthetic')}."
         )
-    return Synthetic(request.draw, task=request.task, seed=request.seed)
+    found = Synthetic(request.draw, task=request.task, seed=request.seed)
+    for option, given, own in (
+        ("--side", request.side, found.side),
+        ("--length", request.length, found.length),
+    ):
+        if given not in (None, own):
+            raise UsageError(
+                f"{option} is {given} and the synthetic data of this model has {own or 'none'}; "
+                "leave it out."
+            )
+    return found
 
 
 _TABLE = {
@@ -121,6 +133,7 @@ _TABLE = {
         has="image files",
         paths=("DIR",),
         takes="one folder",
+        options=("--side",),
     ),
     "text": _Line(
         open=lambda request: open_text(
@@ -130,6 +143,7 @@ _TABLE = {
         has="one text",
         paths=("FILE",),
         takes="one file",
+        options=("--tokens",),
     ),
     "parallel-text": _Line(
         open=lambda request: open_parallel_text(
@@ -139,6 +153,7 @@ _TABLE = {
         has="pairs of lines",
         paths=("SOURCE", "TARGET"),
         takes="two files",
+        options=("--tokens",),
     ),
 }
 
@@ -166,14 +181,16 @@ def open_data(
         task: Of the model; None if it has none, for the first that the data set is for.
         draw: Of the model, which draws synthetic data.
         least_side: The smallest image side that the model takes; smaller images are enlarged.
-        side: Of the images of imagefolder in pixels, 224 if None.
-        length: Tokens of an example of text, 128 if None.
+        side: Of the images of imagefolder in pixels, 224 if None; synthetic images have that of
+            the model and no other.
+        length: Tokens of an example of text, 128 if None; synthetic text has that of the model and
+            no other, and images do not mind it.
         tokens: What a token of a text is, "bytes" or "words".
         seed: Of synthetic data.
 
     Raises:
-        UsageError: There is no such data set, it is not for this task, or its files are missing,
-            damaged or of another kind.
+        UsageError: There is no such data set, it is not for this task, it has no such option, or
+            its files are missing, damaged or of another kind.
         MissingDependencyError: A package that is needed to read it is not installed.
 
     Example:
@@ -193,6 +210,7 @@ def open_data(
         raise UsageError(f"{name} takes {line.takes}{found}; write {usage(name)}.")
     if tokens not in TOKENS:
         raise UsageError(f"--tokens {tokens!r} is none of {', '.join(TOKENS)}; choose one.")
+    _check_options(name, side, tokens)
     for option, value, least in (("--side", side, 1), ("--length", length, 2)):
         if value is not None and value < least:
             raise UsageError(f"{option} is {value}; it must be {least} or more.")
@@ -207,6 +225,15 @@ def open_data(
         seed=seed,
     )
     return line.open(request)
+
+
+def _check_options(name: str, side: int | None, tokens: str) -> None:
+    """Refuse what the data set would ignore."""
+    given = {"--side": side is not None and name != "synthetic", "--tokens": tokens != "bytes"}
+    for option, is_given in given.items():
+        if is_given and option not in _TABLE[name].options:
+            takers = [other for other, row in _TABLE.items() if option in row.options]
+            raise UsageError(f"{option} is for {' and '.join(takers)}; leave it out.")
 
 
 def usage(name: str) -> str:

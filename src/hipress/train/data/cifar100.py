@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hipress.errors import UsageError
 from hipress.train.data.base import Data
-from hipress.train.data.files import checked_folder, checked_size, mapped_file
+from hipress.train.data.files import Mapped, checked_folder, checked_size
 from hipress.train.data.images import Labelled, MemoryImages
 
 NUM_TRAIN = 50_000
@@ -64,12 +64,13 @@ def _read(path: Path, num_records: int) -> Labelled:
             "cifar-100-binary.tar.gz again."
         )
     checked_size(path, num_records * _RECORD_BYTES)
-    # Both are views of the file: the ranks of a host share its 184 MB.
-    records = mapped_file(path, "cifar100").view(num_records, _RECORD_BYTES)
+    # The images stay in the file: the ranks of a host share its 184 MB.
+    file = Mapped(path, "cifar100")
+    records = file.tensor.view(num_records, _RECORD_BYTES)
     labels = records[:, 1].long()
     if int(labels.max()) >= 100:
         raise UsageError(
             f"{str(path)!r} has a label of {int(labels.max())} where 99 is the largest; get the "
             "binary version of CIFAR-100 again."
         )
-    return Labelled(rows=records[:, 2:], labels=labels, shape=_SHAPE)
+    return Labelled(rows=file.part(records[:, 2:]), labels=labels, shape=_SHAPE)

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from hipress.train.data.base import Data
 from hipress.train.data.draws import numbers
+from hipress.train.data.files import Held, tensor_of
 from hipress.train.tasks import Batch
 
 
@@ -17,12 +18,16 @@ from hipress.train.tasks import Batch
 class Labelled:
     """Images of one size with their labels."""
 
-    rows: Tensor
+    rows: Held
     """uint8, one row per image: channel after channel, line after line."""
     labels: Tensor
     """int64."""
     shape: tuple[int, int, int]
     """Channels (1 or 3), height, width."""
+
+    def images(self, indices: Tensor) -> Tensor:
+        """Those of these numbers, uint8 [B, C, H, W]."""
+        return tensor_of(self.rows).index_select(0, indices).view(-1, *self.shape)
 
 
 class MemoryImages(Data):
@@ -68,15 +73,14 @@ class MemoryImages(Data):
 
     def train(self, indices: Tensor, seed: int) -> Batch:
         """Images and labels, moved and flipped by the seed where the data set has a margin."""
-        images = self._train.rows.index_select(0, indices).view(-1, *self._train.shape)
+        images = self._train.images(indices)
         if self._margin:
             images = _cut(images, numbers(seed, indices, 3), self._margin)
         return self._input(images), self._train.labels.index_select(0, indices)
 
     def test(self, indices: Tensor) -> Batch:
         """Images as they are, and labels."""
-        images = self._test.rows.index_select(0, indices).view(-1, *self._test.shape)
-        return self._input(images), self._test.labels.index_select(0, indices)
+        return self._input(self._test.images(indices)), self._test.labels.index_select(0, indices)
 
     def _input(self, images: Tensor) -> Tensor:
         pixels = images.float().sub_(self._mean).div_(self._deviation)
@@ -88,7 +92,8 @@ class MemoryImages(Data):
 def _mean_and_deviation(images: Labelled) -> tuple[Tensor, Tensor]:
     """Of each channel, [C, 1, 1]: from counts of the 256 values, since floats take four times the
     memory of all images."""
-    channels = images.rows.reshape(len(images.rows), images.shape[0], -1).unbind(1)
+    rows = tensor_of(images.rows)
+    channels = rows.reshape(len(rows), images.shape[0], -1).unbind(1)
     counts = [torch.bincount(channel.flatten(), minlength=256) for channel in channels]
     shares = torch.stack(counts).double() / channels[0].numel()
     values = torch.arange(256, dtype=torch.float64)

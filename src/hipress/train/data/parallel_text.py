@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hipress.errors import UsageError
 from hipress.train.data.base import Data
-from hipress.train.data.files import mapped_file
+from hipress.train.data.files import Held, Mapped, checked_file, tensor_of
 from hipress.train.data.text import LENGTH
 from hipress.train.data.words import Counter, renumber
 from hipress.train.tasks import Batch
@@ -30,7 +30,7 @@ _NEW_LINE, _RETURN = 10, 13
 class Lines:
     """The lines of a file: pieces of one stream of tokens."""
 
-    stream: Tensor
+    stream: Held
     """uint8 or int32, from 0; special tokens are not counted."""
     starts: Tensor
     """int64, one for each line."""
@@ -57,7 +57,8 @@ class Lines:
         places = starts + torch.arange(int(lengths.max()) + 1)
         inside = places < ends
         # Places past a line may be past the file too.
-        tokens = self.stream[torch.where(inside, places, starts)].long() + _NUM_SPECIALS
+        stream = tensor_of(self.stream)
+        tokens = stream[torch.where(inside, places, starts)].long() + _NUM_SPECIALS
         return tokens.where(inside, PADDING), lengths
 
 
@@ -114,12 +115,12 @@ def open_parallel_text(
         tokens: "bytes", or "words" for what stands between spaces.
     """
     length = length or LENGTH
-    both = [mapped_file(path, "parallel-text") for path in (source, target)]
+    both = [checked_file(path, "parallel-text") for path in (source, target)]
     counter = Counter()
     if tokens == "words":
-        lines = [_read_words(path, counter) for path in (source, target)]
+        lines = [_read_words(path, counter) for path in both]
     else:
-        lines = [_read_bytes(stream) for stream in both]
+        lines = [_read_bytes(Mapped(path, "parallel-text")) for path in both]
     num_lines = [len(side.starts) for side in lines]
     if num_lines[0] != num_lines[1]:
         raise UsageError(
@@ -135,10 +136,10 @@ def open_parallel_text(
         )
     if tokens == "words":
         last = int(kept[-1 - max(1, len(kept) // _TEST_SHARE)])
-        parts = [side.stream[: int(side.ends[last])].numpy() for side in lines]
+        parts = [tensor_of(side.stream)[: int(side.ends[last])].numpy() for side in lines]
         final = counter.vocabulary(*parts)
         for side in lines:
-            renumber(side.stream.numpy(), final)
+            renumber(tensor_of(side.stream).numpy(), final)
         vocabulary = 1 + int(final.max())
     else:
         vocabulary = 256
@@ -170,9 +171,9 @@ def _read_words(path: Path, counter: Counter) -> Lines:
     return Lines(stream=torch.from_numpy(words), starts=starts, ends=ends)
 
 
-def _read_bytes(stream: Tensor) -> Lines:
+def _read_bytes(file: Mapped) -> Lines:
     """Lines without what ends them: a new line, after a carriage return or not."""
-    raw = stream.numpy()
+    raw = file.tensor.numpy()
     found = [
         start + np.flatnonzero(raw[start : start + _BLOCK_BYTES] == _NEW_LINE)
         for start in range(0, len(raw), _BLOCK_BYTES)
@@ -181,5 +182,5 @@ def _read_bytes(stream: Tensor) -> Lines:
     if raw[-1] != _NEW_LINE:
         ends = torch.cat([ends, torch.tensor([len(raw)])])
     starts = torch.nn.functional.pad(ends[:-1] + 1, (1, 0))
-    returns = (ends > starts) & (stream[(ends - 1).clamp(min=0)] == _RETURN)
-    return Lines(stream=stream, starts=starts, ends=ends - returns.long())
+    returns = (ends > starts) & (file.tensor[(ends - 1).clamp(min=0)] == _RETURN)
+    return Lines(stream=file, starts=starts, ends=ends - returns.long())

@@ -12,6 +12,7 @@ from hipress import settings
 from hipress.errors import UsageError
 from hipress.train.data.digits import read_digits
 from hipress.train.data.fashion_mnist import read_fashion_mnist
+from hipress.train.data.files import tensor_of
 
 ROW_NAMES = ("digits", "fashion-mnist")
 """The data sets that `load` knows."""
@@ -58,9 +59,9 @@ def load(name: str, folder: Path | None = None) -> DataSet:
         raise UsageError(f"no data set {name!r}; there are: {', '.join(ROW_NAMES)}.")
     return DataSet(
         name=name,
-        train_images=train.rows,
+        train_images=tensor_of(train.rows),
         train_labels=train.labels,
-        test_images=test.rows,
+        test_images=tensor_of(test.rows),
         test_labels=test.labels,
     )
 

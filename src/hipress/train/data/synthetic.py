@@ -40,6 +40,11 @@ class Synthetic(Data):
         )
         self._train = _Kept(draw, 2 * seed, NUM_TRAIN)
         self._test = _Kept(draw, 2 * seed + 1, NUM_TEST)
+        shape, is_image = self._train.shape, self._train.is_float
+        self.side = shape[2] if is_image and len(shape) == 3 else None
+        """Of the images that the model draws, in pixels."""
+        self.length = shape[0] if not is_image and len(shape) == 1 else None
+        """Tokens of the sequences that the model draws."""
 
     def train(self, indices: Tensor, seed: int) -> Batch:
         """The examples of these numbers; nothing about them is random, so the seed says nothing."""
@@ -57,6 +62,7 @@ class _Kept:
         self._draw = draw
         self._stream = stream
         first = self._example(0)
+        self.shape, self.is_float = first[0].shape[1:], first[0].is_floating_point()
         example_bytes = sum(part.nbytes for part in first)
         fitting = max(_LEAST_KEPT, min(_MOST_KEPT, _KEPT_BYTES // example_bytes))
         self._num_kept = min(fitting, num_examples)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hipress.errors import UsageError
 from hipress.train.data.base import Data
 from hipress.train.data.draws import numbers
-from hipress.train.data.files import mapped_file
+from hipress.train.data.files import Held, Mapped, checked_file, part_of, tensor_of
 from hipress.train.data.words import LINE_END, Counter, renumber
 from hipress.train.tasks import Batch
 
@@ -35,7 +35,9 @@ def open_text(path: Path, *, task: str, length: int | None = None, tokens: str =
     """
     kind = MaskedText if task == "masked" else LanguageText
     length = length or LENGTH
-    stream, vocabulary = _words(path) if tokens == "words" else (mapped_file(path, "text"), 256)
+    checked_file(path, "text")
+    held, vocabulary = _words(path) if tokens == "words" else (Mapped(path, "text"), 256)
+    stream = tensor_of(held)
     num_test = len(stream) // _TEST_SHARE
     if num_test < kind.tokens_needed(length):
         raise UsageError(
@@ -43,12 +45,12 @@ def open_text(path: Path, *, task: str, length: int | None = None, tokens: str =
             f"example of {length}; give a file of at least "
             f"{_TEST_SHARE * kind.tokens_needed(length)} {tokens}, or a smaller --length."
         )
-    return kind(stream[:-num_test], stream[-num_test:], vocabulary=vocabulary, length=length)
+    train, test = (part_of(held, part) for part in (stream[:-num_test], stream[-num_test:]))
+    return kind(train, test, vocabulary=vocabulary, length=length)
 
 
-def _words(path: Path) -> tuple[Tensor, int]:
+def _words(path: Path) -> tuple[Held, int]:
     """The words of a file and the size of their vocabulary."""
-    mapped_file(path, "text")  # for its refusals; nothing is read yet
     counter = Counter()
     words, _ = counter.read(path, line_end=LINE_END)
     final = counter.vocabulary(words[: len(words) - len(words) // _TEST_SHARE])
@@ -65,13 +67,13 @@ class LanguageText(Data):
         length: Of a window.
     """
 
-    def __init__(self, train: Tensor, test: Tensor, *, vocabulary: int, length: int) -> None:
+    def __init__(self, train: Held, test: Held, *, vocabulary: int, length: int) -> None:
         super().__init__(
             name="text",
             task="language",
             sizes={"vocabulary": vocabulary},
-            num_train=(len(train) - 1) // length,
-            num_test=(len(test) - 1) // length,
+            num_train=(len(tensor_of(train)) - 1) // length,
+            num_test=(len(tensor_of(test)) - 1) // length,
         )
         self._train = train
         self._test = test
@@ -84,11 +86,11 @@ class LanguageText(Data):
 
     def train(self, indices: Tensor, seed: int) -> Batch:
         """The windows of these numbers; nothing about them is random."""
-        return self._batch(self._train, indices)
+        return self._batch(tensor_of(self._train), indices)
 
     def test(self, indices: Tensor) -> Batch:
         """The windows of these numbers."""
-        return self._batch(self._test, indices)
+        return self._batch(tensor_of(self._test), indices)
 
     def _batch(self, stream: Tensor, indices: Tensor) -> Batch:
         length = len(self._places) - 1
@@ -110,14 +112,14 @@ class MaskedText(Data):
         length: Of an example, all together.
     """
 
-    def __init__(self, train: Tensor, test: Tensor, *, vocabulary: int, length: int) -> None:
+    def __init__(self, train: Held, test: Held, *, vocabulary: int, length: int) -> None:
         num_ordinary = length - _NUM_SPECIALS
         super().__init__(
             name="text",
             task="masked",
             sizes={"vocabulary": vocabulary + _NUM_SPECIALS},
-            num_train=len(train) // num_ordinary,
-            num_test=len(test) // num_ordinary,
+            num_train=len(tensor_of(train)) // num_ordinary,
+            num_test=len(tensor_of(test)) // num_ordinary,
         )
         self._train = train
         self._test = test
@@ -136,11 +138,11 @@ class MaskedText(Data):
 
     def train(self, indices: Tensor, seed: int) -> Batch:
         """Pairs and what is to be guessed of them, by the seed."""
-        return self._batch(self._train, self.num_train, indices, seed)
+        return self._batch(tensor_of(self._train), self.num_train, indices, seed)
 
     def test(self, indices: Tensor) -> Batch:
         """Pairs and what is to be guessed of them, always the same."""
-        return self._batch(self._test, self.num_test, indices, seed=0)
+        return self._batch(tensor_of(self._test), self.num_test, indices, seed=0)
 
     def _batch(self, stream: Tensor, num_pairs: int, indices: Tensor, seed: int) -> Batch:
         num_ordinary = self._length - _NUM_SPECIALS

@@ -31,12 +31,18 @@ class Lstm(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.layers = nn.LSTM(width, width, num_layers, dropout=dropout, batch_first=True)
+        # One by one: for dropout inside of nn.LSTM cuDNN keeps random numbers of its own, which
+        # torch.manual_seed does not set, and a run that is resumed would have others.
+        self.layers = nn.ModuleList(
+            nn.LSTM(width, width, batch_first=True) for _ in range(num_layers)
+        )
         self.bias = nn.Parameter(torch.zeros(vocabulary))
         self.dropout = nn.Dropout(dropout)
         nn.init.uniform_(self.tokens.weight, -0.1, 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next token, for each token."""
-        hidden, _ = self.layers(self.dropout(self.tokens(tokens)))
+        hidden = self.tokens(tokens)
+        for layer in self.layers:
+            hidden, _ = layer(self.dropout(hidden))
         return functional.linear(self.dropout(hidden), self.tokens.weight, self.bias)

@@ -41,7 +41,7 @@ def vgg(
 
 
 def small_vgg(widths: Sequence[int], hidden: int, num_classes: int = 10) -> nn.Module:
-    """VGG for 32x32 images, without dropout.
+    """VGG for images of side 32 and more, without dropout; made for 32.
 
     Args:
         widths: Channels of each 3x3 convolution; 0 halves the image.
@@ -49,8 +49,11 @@ def small_vgg(widths: Sequence[int], hidden: int, num_classes: int = 10) -> nn.M
         num_classes: Width of the last layer.
     """
     layers, channels = _convolutions(widths)
-    layers.append(nn.Flatten())
-    size = channels * (32 >> widths.count(0)) ** 2
+    side = 32 >> widths.count(0)
+    # Nothing happens to images of side 32. One layer, so that the numbers of the next ones, and
+    # with them the names of their weights, are those of older checkpoints.
+    layers.append(nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten()))
+    size = channels * side**2
     for width in (hidden, hidden):
         layers += [nn.Linear(size, width), nn.ReLU()]
         size = width
