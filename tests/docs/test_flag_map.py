@@ -137,6 +137,7 @@ def trained(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setattr(train, "_run", lambda config, *_: kept.append(config))
     ours("train").main(argv, standalone_mode=False)
     (config,) = kept
+    config.check()
     config.schedule(config.epochs or 1.0, steps_per_epoch=100)
     check_model(config.model)
     check_data(config.data, len(config.paths))
