@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,data,frameworks,lab,report]"
 	@touch $@
 
-demo: $(STAMP)  ## see the package at work
+demo: $(STAMP)  ## train on four emulated hosts, without and with compression
 	@$(BIN)/hipress demo
 
 check: $(STAMP)  ## lint, formatting and types
