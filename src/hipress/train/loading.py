@@ -111,6 +111,10 @@ def _unwrapped(loader: DataLoader[Batch]) -> Iterator[Batch]:
     try:
         for batch in loader:
             yield tuple(batch)  # torch makes lists of tuples
+        return
     except UsageError as error:
         # torch hands on a traceback as text; its last line is the error's.
-        raise UsageError(str(error).strip().splitlines()[-1].partition(": ")[2]) from None
+        sentence = str(error).strip().splitlines()[-1].partition(": ")[2]
+        # Its frames hold the loader: found by the garbage collector, processes take 5 s to end.
+        error.__traceback__ = None
+    raise UsageError(sentence)  # not above, where it would hold the first error
