@@ -21,14 +21,24 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def signal_descendants(number: int) -> None:
-    """Send a signal to all below this process; again, as some fork while /proc is read."""
+def signal_descendants(number: int) -> list[int]:
+    """Send a signal to all below this process; again, as some fork while /proc is read.
+
+    Returns:
+        Those that may not be signalled, as they belong to another user.
+    """
+    refused: list[int] = []
     signalled: set[int] = set()
     while new := set(descendants(os.getpid())) - signalled:
         signalled |= new
         for pid in new:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                refused.append(pid)
+    return refused
 
 
 def descendants(root: int) -> list[int]:

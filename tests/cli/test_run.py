@@ -1,5 +1,7 @@
 """`hipress run` as a user meets it: on this machine with the real torchrun, and what it refuses."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -25,11 +27,37 @@ time.sleep(300)
 
 @pytest.mark.alone
 def test_ranks_on_this_machine_under_the_real_torchrun():
-    command = [*HIPRESS, "--nproc", "2", "--", "python", "-c", AGREE]
+    command = [*HIPRESS, "--nproc", "2", "--", "python", "-c", AGREE, "--log", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 1 3.0", "[rank 1] 1 1 3.0"]
     assert done.stderr == "hipress: rank 1 ended with exit code 9; the others were ended\n"
     assert done.returncode == 9
+
+
+TRAP = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("bye"), sys.exit(0)))
+print("up")
+time.sleep(300)
+"""
+
+
+@pytest.mark.alone
+def test_ctrl_c_under_the_real_torchrun(tmp_path):
+    program = subprocess.Popen(
+        [*HIPRESS, "--nproc", "2", "--", "python", "-c", TRAP],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    assert sorted(program.stdout.readline() for _ in range(2)) == ["[rank 0] up\n", "[rank 1] up\n"]
+    os.killpg(program.pid, signal.SIGINT)
+    out, err = program.communicate(timeout=60)
+    assert sorted(out.splitlines()) == ["[rank 0] bye", "[rank 1] bye"]
+    assert (program.returncode, err) == (130, "")
+    assert list(tmp_path.iterdir()) == []  # torchrun leaves its notes where it is told to
 
 
 @pytest.mark.parametrize(
@@ -46,7 +74,13 @@ def test_ranks_on_this_machine_under_the_real_torchrun():
         (["-H", "a", "--env", "NOT_SET_HERE"], "--env NOT_SET_HERE asks for a variable that is"),
         (["-H", "a", "--interface", "a/b"], "--interface 'a/b' is not the name of a network card"),
         (["--hosts-file", "none.json"], "hosts file 'none.json' can not be read: No such file"),
-        (["--nproc", "1", "--output", "/dev/null/x"], "--output '/dev/null/x' can not be made"),
+        (["--nproc", "1", "--output", "/dev/null/x"], "--output '/dev/null/x' can not be used"),
+        (["-H", "a", "--ssh-port", "0"], "--ssh-port is 0; it must be from 1 to 65535"),
+        (["-H", "a,b", "--port", "0"], "--port is 0; it must be from 1 to 65535"),
+        (["-H", "a:4", "--port", "5"], "--port does nothing for a job on one host; leave it out"),
+        (["--nproc", "2", "--port", "5"], "--port does nothing for a job on this machine alone"),
+        (["--nproc", "2", "--ssh", "ssh"], "--ssh does nothing for a job on this machine alone"),
+        (["--nproc", "2", "--ssh-port", "22"], "--ssh-port does nothing for a job on this machine"),
     ],
 )
 def test_what_is_refused(options, says, capsys):

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-HIPRESS = [sys.executable, "-c", "from hipress.cli.main import main; main()"]
+
+
+def hipress(**constants):
+    """Return the command `hipress`, with other values for constants of the launcher."""
+    changes = "".join(f"launcher.{name} = {value}; " for name, value in constants.items())
+    setup = f"from hipress.launch import launcher; {changes}" if changes else ""
+    # The installed command does not search the folder it is in either.
+    alone = "import sys; sys.path.remove(''); "
+    return [sys.executable, "-c", f"{alone}{setup}from hipress.cli.main import main; main()"]
+
 
 # Drops options and host, and runs the rest here. `host` is there as $HOST, for tests of failures.
 SSH = """#!/bin/sh
@@ -31,24 +40,29 @@ def start(without_torch, tmp_path):
     """Return a function that starts `hipress run`; what is left of it is killed at the end."""
     started = []
 
-    def start(*args, env=None):
+    def start(*args, env=None, constants=None, **options):
         program = subprocess.Popen(
-            [*HIPRESS, "run", *map(str, args)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env={**without_torch, **(env or {})},
-            start_new_session=True,
+            [*hipress(**(constants or {})), "run", *map(str, args)],
+            **{
+                "stdin": subprocess.DEVNULL,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+                "text": True,
+                "cwd": tmp_path,
+                # What a killed agent leaves is here too.
+                "env": {**without_torch, "TMPDIR": str(tmp_path), **(env or {})},
+                "start_new_session": True,
+                **options,
+            },
         )
         started.append(program)
         return program
 
     yield start
     for program in started:
-        program.stdout.close()
-        program.stderr.close()
+        for pipe in (program.stdout, program.stderr):
+            if pipe is not None:
+                pipe.close()
         if program.poll() is None:
             program.kill()
         program.wait(20)
@@ -58,8 +72,8 @@ def start(without_torch, tmp_path):
 def run(start):
     """Return a function that runs `hipress run` to its end."""
 
-    def run(*args, env=None):
-        program = start(*args, env=env)
+    def run(*args, **options):
+        program = start(*args, **options)
         out, err = program.communicate(timeout=90)
         return subprocess.CompletedProcess(args, program.returncode, out, err)
 

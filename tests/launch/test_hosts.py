@@ -49,10 +49,17 @@ def test_hosts_of_a_file(hosts_file):
         ("a:-1", "has slots '-1'"),
         ("a:", "has slots ''"),
         ("a,a:2", "host a is there twice"),
+        ("node1,NODE1.", "host NODE1. is there twice"),
+        ("[fe80::1],[FE80:0::1]", "host FE80:0::1 is there twice"),
         ("-oProxyCommand=x", "host '-oProxyCommand=x' is neither a name nor an address"),
         ("a b", "host 'a b' is neither a name nor an address"),
         ("-x@a", "user '-x' of host a is not a user's name"),
         ("localhost,b", "the first host is localhost, which the other hosts can not reach"),
+        ("LocalHost.,b", "the first host is LocalHost., which"),
+        ("127.1,b", "the first host is 127.1, which"),
+        ("[0:0::1],b", "the first host is 0:0::1, which"),
+        ("[::ffff:127.0.0.1],b", "the first host is ::ffff:127.0.0.1, which"),
+        ("0.0.0.0,b", "the first host is 0.0.0.0, which"),
     ],
 )
 def test_hosts_that_are_refused(text, says):
@@ -136,7 +143,7 @@ def place(**more):
 
 
 def test_torchrun_without_restarts_is_told_the_order_of_hosts():
-    argv = torchrun.command_line(place(), "socket", ["python", "train.py", "--max-restarts"])
+    argv = torchrun.command_line(place(), "socket", ["python", "train.py", "--max-restarts"], "/l")
     assert argv[-4:] == ["socket", "python", "train.py", "--max-restarts"]
     for option in ("--node-rank=1", "--rdzv-backend=static", "--rdzv-endpoint=n1:5", "--nnodes=3"):
         assert option in argv
@@ -145,7 +152,7 @@ def test_torchrun_without_restarts_is_told_the_order_of_hosts():
 def test_torchrun_with_restarts_sorts_hosts_as_they_were_given():
     def label(node, meeting):
         argv = torchrun.command_line(
-            place(node=node, max_restarts=1, meeting=meeting), "socket", ["x"]
+            place(node=node, max_restarts=1, meeting=meeting), "socket", ["x"], "/l"
         )
         assert f"--rdzv-conf=is_host={int(node == 0)}" in argv
         (option,) = (word for word in argv if word.startswith("--local-addr="))
@@ -158,7 +165,7 @@ def test_torchrun_with_restarts_sorts_hosts_as_they_were_given():
 
 
 def test_torchrun_on_this_machine_needs_no_port():
-    argv = torchrun.command_line(place(meeting="", port=0), "socket", ["x"])
+    argv = torchrun.command_line(place(meeting="", port=0), "socket", ["x"], "/l")
     assert "--standalone" in argv
     assert not any(word.startswith("--rdzv-endpoint") for word in argv)
 
@@ -167,7 +174,11 @@ def test_the_command_of_ssh():
     host = Host(name="n1", user="me")
     argv = ssh_command(host, ssh=["ssh", "-i", "key"], port=2222, python="/a b/python")
     assert argv[:4] == ["ssh", "-i", "key", "-T"]
-    assert argv[-4:] == ["-p", "2222", "me@n1", "exec '/a b/python' -m hipress.launch.agent"]
+    assert argv[-4:-1] == ["-p", "2222", "me@n1"]
+    assert argv[-1] == (
+        "exec '/a b/python' -c 'import sys; sys.path[:] = filter(None, sys.path); "
+        "from hipress.launch.agent import main; main()'"
+    )
     assert "BatchMode=yes" in argv
     own = Host(name="n1", ssh_port=3)
     assert ssh_command(own, ssh=["ssh"], port=2222, python="p")[-3] == "3"

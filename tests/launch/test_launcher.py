@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -15,9 +16,9 @@ SLEEP = "exec sleep 300"
 
 
 def say(err):
-    """Return what the launcher itself said, without the line about who is where."""
+    """Return what the launcher itself said, without who is where, and that two hosts are one."""
     lines = [line for line in err.splitlines() if line.startswith("hipress: ")]
-    return [line for line in lines if "they meet at" not in line]
+    return [line for line in lines if "they meet at" not in line and "one machine" not in line]
 
 
 def test_ranks_follow_the_order_of_hosts(run, ssh, two):
@@ -26,9 +27,16 @@ def test_ranks_follow_the_order_of_hosts(run, ssh, two):
     )
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 one", "[rank 1] 1 two"]
-    first, *others = done.stderr.splitlines()
-    assert first.startswith("hipress: ranks 0 on one, 1 on two; they meet at 127.0.0.1:")
-    assert sorted(others) == ["[rank 0] e", "[rank 1] e"]
+    lines = sorted(done.stderr.splitlines())
+    assert lines[:2] == ["[rank 0] e", "[rank 1] e"]
+    (where,) = (line for line in lines[2:] if "they meet" in line)
+    assert where.startswith("hipress: ranks 0 on one, 1 on two; they meet at 127.0.0.1:")
+    (warning,) = (line for line in lines[2:] if "they meet" not in line)
+    assert warning.removeprefix("hipress: ") in {
+        f"{names} are one machine, and ranks of both count its GPUs from 0; name it once, with as "
+        f"many slots as it shall have ranks"
+        for names in ("one and two", "two and one")
+    }
 
 
 def test_a_rank_that_fails_ends_all(run, ssh, two, marker):
@@ -45,10 +53,23 @@ def test_a_rank_that_fails_ends_all(run, ssh, two, marker):
     wait_until_gone(marker)
 
 
-def test_a_rank_that_is_killed_is_told_by_its_signal(run):
-    done = run("--nproc", 2, "sh", "-c", f"[ $RANK = 0 ] && kill -9 $$; {SLEEP}")
-    assert done.returncode == 137
-    assert say(done.stderr) == ["hipress: rank 0 was ended by signal 9; the others were ended"]
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        ("kill -9 $$", 137, "was ended by signal 9"),
+        # With what stands around it, which can report nothing.
+        ("kill -9 0", 137, "was ended by signal 9"),
+        ("exit 255", 255, "ended with exit code 255"),
+        # Its child has its output, and never stops.
+        ("yes & sleep 0.3; exit 3", 3, "ended with exit code 3"),
+    ],
+    ids=["signal", "group", "code", "talkative"],
+)
+def test_how_a_rank_ended_is_told(run, marker, command, code, says):
+    whole = f"[ $RANK = 1 ] && {{ {command}; }}; {SLEEP}"
+    done = run("--nproc", 2, "--env", f"M={marker}", "sh", "-c", whole)
+    assert done.returncode == code
+    assert done.stderr == f"hipress: rank 1 {says}; the others were ended\n"
 
 
 def test_a_command_that_is_not_there(run):
@@ -100,9 +121,25 @@ def test_variables_and_folder(run, ssh, tmp_path):
 
 
 def test_text_of_a_login_shell_is_shown_and_not_obeyed(run, ssh):
-    done = run("-H", "one", "--ssh", ssh('echo Welcome; echo \'{"is": "over"}\''), "echo", "x")
+    # The title of a terminal is set without a line end.
+    shell = "echo Welcome; echo '{\"is\": \"over\"}'; printf '\\033]0;one\\007'"
+    done = run("-H", "one", "--ssh", ssh(shell), "--timeout", 20, "echo", "x")
     assert done.returncode == 0
-    assert done.stdout == '[one] Welcome\n[one] {"is": "over"}\n[rank 0] x\n'
+    assert done.stdout == (
+        '[one] Welcome\n[one] {"is": "over"}\n[one] \x1b]0;one\x07\n[rank 0] x\n'
+    )
+
+
+def test_the_folder_is_searched_by_ranks_only(run, tmp_path):
+    for name in ("secrets.py", "torch.py", "json.py"):
+        (tmp_path / name).write_text("raise SystemExit(77)")
+    (tmp_path / "mine.py").write_text("TEXT = 'found'")
+    (tmp_path / "train.py").write_text("import mine; print(mine.TEXT)")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    done = run("--nproc", 1, "python", "train.py", env={"TMPDIR": str(temporary)})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[rank 0] found\n", "")
+    assert list(temporary.iterdir()) == []  # where torchrun keeps its notes
 
 
 @pytest.mark.parametrize(
@@ -121,7 +158,7 @@ def test_text_of_a_login_shell_is_shown_and_not_obeyed(run, ssh):
             "--python",
         ),
         (
-            f"exec {sys.executable} -I -S -m hipress.launch.agent",
+            f"exec {sys.executable} -I -S -c 'import hipress.launch.agent'",
             1,
             "one has no hipress for its {python}; install it there, or name a Python that has it "
             "with --python",
@@ -150,7 +187,7 @@ def test_a_host_that_does_not_come_up(run, ssh, extra, code, says):
 
 def test_one_host_that_does_not_come_up_ends_the_others(run, ssh, two, marker):
     done = run(
-        *("--ssh", ssh("[ $HOST = two ] && sleep 3 && exit 255"), "--hosts-file", two),
+        *("--ssh", ssh("[ $HOST = two ] && sleep 1 && exit 255"), "--hosts-file", two),
         *("--env", f"M={marker}", "sh", "-c", SLEEP),
     )
     assert done.returncode == 255
@@ -180,21 +217,33 @@ def test_a_folder_and_a_network_card_that_a_host_has_not(run, ssh):
     )
 
 
+@pytest.mark.alone
 def test_a_start_that_hangs_is_explained(run, ssh, tmp_path, marker):
     hosts = tmp_path / "hosts.json"
     # 192.0.2.0/24 is for examples in books: nobody is there.
     hosts.write_text('[{"host": "one", "address": "192.0.2.1"}, "two", "three"]')
     silent = "[ $HOST = three ] && exec sleep 300"
     done = run(
-        *("--ssh", ssh(silent), "--hosts-file", hosts, "--timeout", 6, "--port", 4321),
+        *("--ssh", ssh(silent), "--hosts-file", hosts, "--timeout", 3, "--port", 4321),
         *("--env", f"M={marker}", "sh", "-c", SLEEP),
     )
     assert done.returncode == 124
     (said,) = say(done.stderr)
-    assert said.startswith("hipress: not all ranks have started after 6 s: ")
+    assert said.startswith("hipress: not all ranks have started after 3 s: ")
     assert "two can not reach 192.0.2.1:4321 (" in said
     assert "): open that port, give another with --port, or put the right address of one" in said
     assert "three has not answered through ssh (try: " in said
+
+
+def test_a_port_that_is_taken_gives_the_sentence(run, ssh, two):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        done = run("--ssh", ssh(), "--hosts-file", two, "--port", port, "true")
+    assert done.returncode == 2
+    assert say(done.stderr) == [
+        f"hipress: one: port {port} can not be used there (Address already in use); name another "
+        f"with --port, or leave it out and a free one is found"
+    ]
 
 
 TRAP = (
@@ -205,7 +254,9 @@ TRAP = (
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(300)"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_lets_ranks_end_in_order(start, ssh, two, marker, number, code):
     program = start(
         *("--ssh", ssh(), "--hosts-file", two, "--env", f"M={marker}", "python", "-c", TRAP)
@@ -219,8 +270,26 @@ def test_a_signal_lets_ranks_end_in_order(start, ssh, two, marker, number, code)
     wait_until_gone(marker)
 
 
+def ignore_signals():
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def test_signals_that_nohup_has_ignored_stay_so(start):
+    program = start(
+        *("--nproc", 1, "sh", "-c", "echo up; sleep 0.5; echo end"), preexec_fn=ignore_signals
+    )
+    assert program.stdout.readline() == "[rank 0] up\n"
+    for number in (signal.SIGHUP, signal.SIGINT):
+        program.send_signal(number)
+    out, err = program.communicate(timeout=60)
+    assert (program.returncode, out, err) == (0, "[rank 0] end\n", "")
+
+
 def test_ranks_that_do_not_listen_are_killed_after_a_grace(start, marker):
-    program = start("--nproc", 2, "--env", f"M={marker}", "python", "-c", STUBBORN)
+    program = start(
+        *("--nproc", 2, "--env", f"M={marker}", "python", "-c", STUBBORN), constants={"GRACE_S": 1}
+    )
     for _ in range(2):
         program.stdout.readline()
     program.terminate()
@@ -228,6 +297,7 @@ def test_ranks_that_do_not_listen_are_killed_after_a_grace(start, marker):
     wait_until_gone(marker)
 
 
+@pytest.mark.alone
 def test_a_second_ctrl_c_kills(start, marker):
     program = start("--nproc", 2, "--env", f"M={marker}", "python", "-c", STUBBORN)
     for _ in range(2):
@@ -255,6 +325,14 @@ def wait_until(is_so, seconds=30):
         time.sleep(0.05)
 
 
+def test_a_process_that_may_not_be_killed_is_named(run, ssh):
+    init = Path("/proc/1/comm").read_text().strip()
+    agent = "from hipress.launch import agent as a; a.signal_descendants = lambda _: [1]; a.main()"
+    done = run("-H", "one", "--ssh", ssh(f"exec {sys.executable} -c '{agent}'"), "true")
+    assert done.returncode == 0
+    assert done.stderr == f"hipress: one: process 1 ({init}) is another user's: kill it there\n"
+
+
 # Each rank leaves an orphan in a session of its own.
 ORPHAN = "setsid sleep 300 & echo up; exec sleep 300"
 
@@ -270,7 +348,7 @@ def test_after_sigkill_nothing_is_left(start, ssh, two, marker, who):
     if who == "launcher":
         program.kill()
     else:
-        text = {"agent": "-m hipress.launch.agent", "torchrun": "-m torch.distributed.run"}
+        text = {"agent": "hipress.launch.agent", "torchrun": "torch.distributed.run"}
         kill(marker, text[who])
     assert program.wait(60) != 0
     if who == "agent":
@@ -286,3 +364,96 @@ def test_a_reader_that_leaves_ends_all(start, marker):
     program.stdout.close()
     assert program.wait(60) == 141
     wait_until_gone(marker)
+
+
+MUCH = """
+open("begun", "w").close()
+for n in range(6_000):
+    print(f"{n:0999}")
+open("done", "w").close()
+"""
+
+
+def test_a_reader_that_stalls_stalls_the_ranks_and_loses_nothing(start, tmp_path):
+    program = start("--nproc", 1, "python", "-c", MUCH)
+    wait_until((tmp_path / "begun").exists)
+    time.sleep(1)
+    assert not (tmp_path / "done").exists()  # 6 MB, of which a bit over 2 MB are on their way
+    out, err = program.communicate(timeout=60)
+    assert (program.returncode, err) == (0, "")
+    assert out.splitlines() == [f"[rank 0] {n:0999}" for n in range(6_000)]
+
+
+def test_a_reader_that_stalls_does_not_delay_the_end(start, marker):
+    program = start("--nproc", 1, "--env", f"M={marker}", "yes", constants={"_KILL_S": 0.5})
+    program.stdout.readline()
+    time.sleep(0.5)
+    begin = time.monotonic()
+    program.terminate()
+    assert program.wait(60) == 143
+    assert time.monotonic() - begin < 30
+    wait_until_gone(marker)
+
+
+def test_output_that_can_not_be_written(run, start, tmp_path):
+    # To a full disk: told once, and files are kept.
+    with open("/dev/full", "w") as full:
+        done = run("--nproc", 1, "--output", "o", "sh", "-c", "echo a; echo b", stdout=full)
+    assert done.returncode == 0
+    assert done.stderr == "hipress: stdout can not be written any more (No space left on device)\n"
+    assert (tmp_path / "o/rank0.log").read_text() == "a\nb\n"
+    # To a stream that was closed from the start.
+    done = run("--nproc", 1, "sh", "-c", "echo a; echo b >&2; exit 4", preexec_fn=close_stderr)
+    assert (done.returncode, done.stdout) == (4, "[rank 0] a\n")
+    # In signs that the stream lacks.
+    arrow = r"printf '\342\206\222\n'"
+    done = run("--nproc", 1, "sh", "-c", arrow, env={"PYTHONIOENCODING": "latin-1"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[rank 0] \\u2192\n", "")
+
+
+def close_stderr():
+    os.close(2)
+
+
+def test_a_folder_that_is_gone(run, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = run("--nproc", 1, "true", cwd=gone, preexec_fn=gone.rmdir)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "hipress: the folder you are in can not be found any more (No such file or directory); go "
+        "to another, or name one with --dir\n"
+    )
+
+
+def test_a_launcher_that_falls_silent_ends_all(start, marker):
+    constants = {"SILENCE_S": 1, "GRACE_S": 1}
+    command = ("--nproc", 1, "--env", f"M={marker}", "sh", "-c", "echo up; exec sleep 300")
+    program = start(*command, constants=constants)
+    program.stdout.readline()
+    os.kill(program.pid, signal.SIGSTOP)  # its connections stay open
+    wait_until(lambda: not marked(marker).keys() - {program.pid})
+    os.kill(program.pid, signal.SIGCONT)
+    assert program.wait(60) != 0
+
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.alone
+def test_after_ctrl_z_the_job_goes_on(start):
+    # In this session: a group that is alone in its own can not be stopped.
+    options = {"start_new_session": False, "preexec_fn": os.setpgrp}
+    program = start(
+        *("--nproc", 1, "sh", "-c", "echo up; sleep 2; echo end"),
+        constants={"SILENCE_S": 0.6},
+        **options,
+    )
+    program.stdout.readline()
+    os.killpg(program.pid, signal.SIGTSTP)
+    wait_until(lambda: state(program.pid) == "T")
+    time.sleep(1)
+    os.killpg(program.pid, signal.SIGCONT)
+    out, err = program.communicate(timeout=60)
+    assert (program.returncode, out, err) == (0, "[rank 0] end\n", "")

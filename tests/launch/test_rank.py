@@ -14,7 +14,7 @@ from hipress.launch import rank
 
 
 @pytest.fixture
-def agent():
+def agent(tmp_path):
     """The socket of an agent, and a function that starts a rank at it."""
     name = f"hipress-test-{os.getpid()}-{time.monotonic_ns()}"
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -41,6 +41,8 @@ def agent():
         started.append((program, connection, files))
         return program, connection, *files
 
+    os.mkfifo(tmp_path / "fifo")
+    start.folder = tmp_path
     yield start
     server.close()
     for program, connection, files in started:
@@ -53,13 +55,29 @@ def agent():
 
 
 @pytest.mark.parametrize(
-    ("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)]
+    ("script", "status", "code"),
+    [("exit 0", 0, 0), ("exit 137", 137, 137), ("kill -9 $$", -9, 137), ("kill -15 $$", -15, 143)],
 )
-def test_the_exit_code_is_reported_and_returned(agent, script, code):
+def test_how_it_ended_is_reported_and_returned(agent, script, status, code):
     program, connection, out, err = agent("sh", "-c", f"echo out; echo err >&2; {script}")
     assert (out.read(), err.read()) == ("out\n", "err\n")
-    assert json.loads(connection.recv(4096)) == {"code": code, "told": False}
+    assert json.loads(connection.recv(4096)) == {"code": status, "told": False}
     assert program.wait(10) == code
+
+
+def test_nothing_but_the_standard_streams_is_handed_on(agent):
+    _, _, out, _ = agent(sys.executable, "-c", "import os; print(os.listdir('/proc/self/fd'))")
+    assert out.read() == "['0', '1', '2', '3']\n"  # the last is that of the folder itself
+
+
+def test_what_it_leaves_is_killed_before_its_end_is_told(agent):
+    # In sessions of their own, one below the other, and deaf to all but SIGKILL.
+    script = "trap '' TERM; setsid sh -c 'sleep 300 & echo $! $$; wait' & read x < fifo; exit 7"
+    _, connection, out, _ = agent("sh", "-c", f"cd {agent.folder}; {script}")
+    pids = [int(word) for word in out.readline().split()]
+    (agent.folder / "fifo").write_text("\n")
+    assert json.loads(connection.recv(4096)) == {"code": 7, "told": False}
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
 
 
 def test_a_signal_to_the_group_reaches_the_rank_and_is_noted(agent):

@@ -4,7 +4,6 @@ import functools
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import pytest
 
 from hipress.lab import Lab
 from tests.lab.conftest import refusal
-from tests.launch.conftest import marked, wait_until_gone
+from tests.launch.conftest import hipress, marked, wait_until_gone
 
 pytestmark = pytest.mark.alone
 
 PORT = 22222
-HIPRESS = [sys.executable, "-c", "from hipress.cli.main import main; main()"]
 STAND_IN = Path(__file__).parent / "stand_in"  # for torchrun, where the real one adds nothing
 CONFIG = """
 Port {port}
@@ -65,9 +63,10 @@ class Cluster:
         ]
         self.ssh = " ".join([f"ssh -i {folder}/key", *(f"-o {option}" for option in options)])
 
-    def start(self, *args, hosts="host1,host2:2", port=PORT, marker="none"):
+    def start(self, *args, hosts="host1,host2:2", port=PORT, marker="none", constants=None):
+        program = hipress(**(constants or {}))
         command = [
-            *(*HIPRESS, "run", "-H", hosts, "--ssh", self.ssh, "--ssh-port", str(port)),
+            *(*program, "run", "-H", hosts, "--ssh", self.ssh, "--ssh-port", str(port)),
             *("--interface", "eth0", "--env", f"M={marker}", "--timeout", "90", *map(str, args)),
         ]
         # On host 0 only; the others have their sshd already.
@@ -110,7 +109,7 @@ def cluster(tmp_path_factory):
         until = time.monotonic() + 30
         while len(set(up)) < 2:
             if job.poll() or time.monotonic() > until:
-                pytest.skip("sshd does not start on an emulated host")
+                pytest.fail("sshd does not start on an emulated host")
             time.sleep(0.05)
         yield Cluster(lab, folder)
 
@@ -142,23 +141,55 @@ def test_restarts_keep_the_order_of_hosts(cluster):
     ]
 
 
-# All five are there before the fourth fails.
+# All four are there before the last fails.
 FAIL = """
 echo $RANK
 : > there-$RANK
 [ $RANK = 3 ] || exec sleep 300
-while [ "$(ls | grep -c ^there-)" -lt 5 ]; do sleep 0.05; done
+while [ "$(ls | grep -c ^there-)" -lt 4 ]; do sleep 0.05; done
 exit 7
 """
 
 
 def test_a_rank_that_fails_ends_all_hosts(cluster, marker):
-    code, out, err = cluster.run("sh", "-c", FAIL, marker=marker, hosts="host1:1,host2:4")
+    code, out, err = cluster.run(
+        *("--env", f"PYTHONPATH={STAND_IN}", "sh", "-c", FAIL),
+        marker=marker,
+        hosts="host1:2,host2:2",
+    )
     assert code == 7, err
-    assert sorted(out.splitlines()) == [f"[rank {rank}] {rank}" for rank in range(5)]
+    assert sorted(out.splitlines()) == [f"[rank {rank}] {rank}" for rank in range(4)]
     assert err.splitlines()[-1] == (
         "hipress: rank 3 on host2 ended with exit code 7; the others were ended"
     )
+
+
+def wait_for_sleepers(marker, number):
+    """Wait until as many ranks as that sleep."""
+    until = time.monotonic() + 60
+    while sum(command.strip() == "sleep 300" for command in marked(marker).values()) != number:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_hosts_that_are_cut_off_end_by_themselves(cluster, marker):
+    known = cluster.ssh
+    cluster.ssh += " -o ServerAliveInterval=1 -o ServerAliveCountMax=3"
+    try:
+        job = cluster.start(
+            *("--env", f"PYTHONPATH={STAND_IN}", "sh", "-c", "exec sleep 300"),
+            marker=marker,
+            hosts="host1,host2",
+            constants={"SILENCE_S": 2},
+        )
+        wait_for_sleepers(marker, 2)
+        cluster.lab.cut(0)  # nobody is told, and no connection is closed
+        wait_for_sleepers(marker, 0)
+        assert job.wait(60).exit_codes[0] == 255
+    finally:
+        cluster.ssh = known
+        cluster.lab.heal(0)
+    wait_until_gone(marker)
 
 
 def test_after_sigkill_of_the_launcher_nothing_is_left(cluster, marker):
@@ -167,10 +198,7 @@ def test_after_sigkill_of_the_launcher_nothing_is_left(cluster, marker):
         marker=marker,
         hosts="host1,host2",
     )
-    until = time.monotonic() + 60
-    while [command.strip() for command in marked(marker).values()].count("sleep 300") < 2:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for_sleepers(marker, 2)
     # Seen from outside the hosts.
     (launcher,) = (p for p, c in marked(marker).items() if "hipress.cli.main" in c)
     os.kill(launcher, 9)

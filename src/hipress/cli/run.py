@@ -46,11 +46,14 @@ def run(
     python: Annotated[
         str | None, typer.Option(help="The Python of the hosts; the path of this one if not told.")
     ] = None,
-    ssh: Annotated[str, typer.Option(help='The ssh to use, with options: "ssh -i key".')] = "ssh",
+    ssh: Annotated[
+        str | None, typer.Option(help='The ssh to use, with options: "ssh -i key".')
+    ] = None,
     ssh_port: Annotated[int | None, typer.Option(help="Where sshd listens on the hosts.")] = None,
     port: Annotated[
-        int, typer.Option(help="Where the first host listens for the others; 0 finds a free one.")
-    ] = 0,
+        int | None,
+        typer.Option(help="Where the first host listens for the others; a free port if not told."),
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often all ranks start over when one fails.")
     ] = 0,
@@ -71,26 +74,29 @@ def run(
     from hipress.launch.hosts import check_port
     from hipress.launch.launcher import Job, launch
 
-    for number, option in ((port or 1, "--port"), (ssh_port or 1, "--ssh-port")):
-        check_port(number, option)
+    for number, option in ((port, "--port"), (ssh_port, "--ssh-port")):
+        if number is not None:
+            check_port(number, option)
+    found = _hosts(hosts, hosts_file, nproc)
+    given = {"--ssh": ssh, "--ssh-port": ssh_port} if nproc is not None else {}
+    if len(found) == 1:
+        given["--port"] = port
+    _refuse_idle([option for option, value in given.items() if value is not None], nproc)
     job = Job(
         command=command,
-        hosts=_hosts(hosts, hosts_file, nproc),
+        hosts=found,
         is_local=nproc is not None,
         env=forwarded(env or [], interface, os.environ),
-        folder=os.getcwd() if directory is None else directory,
+        folder=_here() if directory is None else directory,
         python=sys.executable if python is None else python,
-        ssh=_ssh(ssh),
+        ssh=_ssh("ssh" if ssh is None else ssh),
         ssh_port=ssh_port,
-        port=port,
+        port=port or 0,
         max_restarts=max_restarts,
         timeout_s=timeout,
         output=output,
     )
-    outcome = launch(job)
-    if outcome.sentence is not None:
-        print(f"hipress: {outcome.sentence}", file=sys.stderr)
-    raise typer.Exit(outcome.code)
+    raise typer.Exit(launch(job).code)
 
 
 def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tuple[Host, ...]:
@@ -116,6 +122,30 @@ def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tup
     if nproc < 1:
         raise UsageError(f"--nproc is {nproc}; it must be 1 or more")
     return (Host(name="localhost", slots=nproc),)
+
+
+def _refuse_idle(options: list[str], nproc: int | None) -> None:
+    """Refuse options that would change nothing."""
+    from hipress.errors import UsageError
+
+    if options:
+        where = "one host" if nproc is None else "this machine alone (--nproc)"
+        raise UsageError(
+            f"{options[0]} does nothing for a job on {where}; leave it out, or name hosts with "
+            f"-H node1,node2"
+        )
+
+
+def _here() -> str:
+    from hipress.errors import UsageError
+
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the folder you are in can not be found any more ({error.strerror}); go to another, "
+            f"or name one with --dir"
+        ) from None
 
 
 def _ssh(text: str) -> list[str]:

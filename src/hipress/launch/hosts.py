@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from collections.abc import Sequence
@@ -141,12 +142,12 @@ def _checked(hosts: Sequence[Host]) -> tuple[Host, ...]:
         raise UsageError("there is no host in the list; name at least one, such as node1:4")
     seen: set[str] = set()
     for host in hosts:
-        if host.name in seen:
+        if _same(host.name) in seen:
             raise UsageError(
                 f"host {host.name} is there twice; name it once, with as many slots as it shall "
                 f"have ranks"
             )
-        seen.add(host.name)
+        seen.add(_same(host.name))
     first = hosts[0]
     # An address that was given on purpose may lead through a tunnel.
     if len(hosts) > 1 and first.address == first.name and _is_loopback(first.name):
@@ -157,5 +158,19 @@ def _checked(hosts: Sequence[Host]) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
+def _same(name: str) -> str:
+    """Return one spelling for all of a name or an address."""
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name.casefold().rstrip(".")
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        # 127.1 is one for the resolver only.
+        return re.fullmatch(r"localhost(\..*)?|127\.[0-9.]*", _same(name)) is not None
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified

@@ -6,12 +6,13 @@ import shlex
 from collections.abc import Sequence
 
 from hipress.launch.hosts import Host
+from hipress.launch.torchrun import without_folder
 
 CONNECT_S = 15
 """Seconds that ssh may take to connect."""
 SSH_FAILED = 255
 """Exit code of ssh itself, whatever the command there would have returned."""
-_MODULE = "hipress.launch.agent"
+_AGENT = without_folder("hipress.launch.agent")
 
 # What ssh says, in lower case, and the next step.
 _STEPS = (
@@ -28,7 +29,7 @@ _STEPS = (
 
 def local_command(python: str) -> list[str]:
     """Return the command that starts an agent on this machine."""
-    return [python, "-m", _MODULE]
+    return [python, "-c", _AGENT]
 
 
 def ssh_command(host: Host, *, ssh: Sequence[str], port: int | None, python: str) -> list[str]:
@@ -40,8 +41,8 @@ def ssh_command(host: Host, *, ssh: Sequence[str], port: int | None, python: str
         port: Where sshd listens on hosts that do not say so themselves.
         python: The Python to use there.
     """
-    # A login shell reads what follows the host, whichever shell that is: one quoted word only.
-    return [*_to(host, ssh, port), f"exec {shlex.quote(python)} -m {_MODULE}"]
+    # A login shell reads what follows the host, whichever shell that is: plain quoted words only.
+    return [*_to(host, ssh, port), f"exec {shlex.quote(python)} -c {shlex.quote(_AGENT)}"]
 
 
 def by_hand(host: Host, *, ssh: Sequence[str], port: int | None) -> str:

@@ -4,33 +4,69 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from hipress.errors import UsageError
 
 _CLEAR = "\x1b[K"
 
 
+def open_files(folder: Path, num_ranks: int) -> dict[int, TextIO]:
+    """Open the file of each rank, so that one that can not be is told before anything starts.
+
+    Args:
+        folder: Where; it is made.
+        num_ranks: From rank0.log on.
+    """
+    files: dict[int, TextIO] = {}
+    path = folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(num_ranks):
+            path = folder / f"rank{rank}.log"
+            files[rank] = path.open("w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        for file in files.values():
+            file.close()
+        raise UsageError(
+            f"--output {str(folder)!r} can not be used, as {str(path)!r} can not be made: "
+            f"{error.strerror}; name a folder that can be written"
+        ) from None
+    return files
+
+
+class Out(Protocol):
+    """What a screen writes to: an `outlet.Outlet` as a rule."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether too much waits."""
+
+    def put(self, stream: str, text: str) -> None:
+        """Write a text to stdout or stderr."""
+
+
 class Screen:
     """Prints lines of ranks and hosts.
 
     Args:
-        folder: Where to keep the lines of each rank too, in rank0.log and so on; None for nowhere.
+        out: What to print with.
+        files: Where to keep the lines of each rank too; see `open_files`.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._files: dict[int, TextIO] = {}
+    def __init__(self, out: Out, files: Mapping[int, TextIO] | None = None) -> None:
+        self.drops = False
+        """Whether lines for which there is no room are dropped; or else the caller reads slower."""
+        self.num_dropped = 0
+        self._out = out
+        self._files = dict(files or {})
         self._has_bar = False
-        if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(
-                    f"--output {str(folder)!r} can not be made: {error.strerror}; name a folder "
-                    f"that can be written"
-                ) from None
+        self._is_terminal = {
+            name: stream is not None and stream.isatty()
+            for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr))
+        }
 
     def show(self, prefix: str, stream: str, text: str, end: str = "\n") -> None:
         """Print one line.
@@ -41,29 +77,41 @@ class Screen:
             text: The line without its end.
             end: A return where the next line shall take its place, as with a progress bar.
         """
-        out: TextIO = getattr(sys, stream)
-        if not out.isatty():
-            print(f"[{prefix}] {text}", file=out, flush=True)
+        if self.drops and self._out.is_full:
+            self.num_dropped += 1
+            return
+        if not self._is_terminal[stream]:
+            self._out.put(stream, f"[{prefix}] {text}\n")
             return
         # A shorter line over a bar would leave the end of the bar there.
         clear = _CLEAR if self._has_bar or end == "\r" else ""
-        print(f"[{prefix}] {text}{clear}", end=end, file=out, flush=True)
+        self._out.put(stream, f"[{prefix}] {text}{clear}{end}")
         self._has_bar = end == "\r"
+
+    def note(self, text: str) -> None:
+        """Print a line of the launcher itself."""
+        begin = "\n" if self._has_bar else ""
+        self._has_bar = False
+        self._out.put("stderr", f"{begin}hipress: {text}\n")
 
     def keep(self, rank: int, text: str) -> None:
         """Write a line of a rank to its file."""
-        if self._folder is None:
-            return
         if rank not in self._files:
-            path = self._folder / f"rank{rank}.log"
-            self._files[rank] = path.open("w", encoding="utf-8", buffering=1)
-        self._files[rank].write(text + "\n")
+            return
+        try:
+            self._files[rank].write(text + "\n")
+        except OSError as error:
+            file = self._files.pop(rank)
+            with contextlib.suppress(OSError):
+                file.close()
+            self.note(f"{file.name!r} can not be written any more ({error.strerror})")
 
     def close(self) -> None:
         """Leave the terminal on a line of its own, and close the files."""
         if self._has_bar:
-            print(file=sys.stderr, flush=True)
+            self._out.put("stderr", "\n")
             self._has_bar = False
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()
+        self._files = {}

@@ -12,6 +12,16 @@ RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _RANK = Path(__file__).with_name("rank.py")
 
 
+def without_folder(module: str) -> str:
+    """Return what `python -c` shall run to call `main` of a module.
+
+    As `python -m`, but the folder we are in is not searched: a secrets.py or a torch that lies
+    there is the business of the ranks. Python 3.10 has no option for that. No quotes, as a login
+    shell of any kind reads it too.
+    """
+    return f"import sys; sys.path[:] = filter(None, sys.path); from {module} import main; main()"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a host stands in the job, for its agent."""
@@ -30,23 +40,29 @@ class Place:
     max_restarts: int
 
 
-def command_line(place: Place, agent_name: str, command: Sequence[str]) -> list[str]:
+def command_line(
+    place: Place, agent_name: str, command: Sequence[str], log_folder: str
+) -> list[str]:
     """Return the command that starts the ranks of a host.
 
     Args:
         place: Where the host stands.
         agent_name: The socket that ranks report to.
         command: What each rank runs.
+        log_folder: For what torchrun notes about its ranks; it never removes that itself.
     """
     return [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
+        "-c",
+        without_folder("torch.distributed.run"),
         f"--nnodes={place.num_nodes}",
         f"--nproc-per-node={place.slots}",
         f"--max-restarts={place.max_restarts}",
+        f"--log-dir={log_folder}",
         *_rendezvous(place),
         "--no-python",
+        # Else torchrun takes an option of the command for its own where the first letters fit.
+        "--",
         # -I -S: nothing but the standard library, whatever the environment of the ranks says.
         sys.executable,
         "-I",
