@@ -81,7 +81,10 @@ def test_without_a_folder_fashion_mnist_is_left_out(capsys: pytest.CaptureFixtur
     [
         (("--data", "mnist"), "no data set 'mnist'; there are: digits, fashion-mnist."),
         (("--data", "all"), "the folder of Fashion-MNIST is not known; set HIPRESS_FASHION_MNIST"),
-        (("--data", "fashion-mnist", "--data-dir", "nowhere"), "'nowhere' does not exist; give the folder"),
+        (
+            ("--data", "fashion-mnist", "--data-dir", "nowhere"),
+            "'nowhere' does not exist; give the folder",
+        ),
         (("--codecs", "onebit,topq"), "topq"),
         (("--codecs", "onebit,"), "codec"),
         (("--data", "digits", "--workers", "76"), "use at most 75"),
