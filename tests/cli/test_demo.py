@@ -5,6 +5,7 @@ import json
 import pytest
 
 from hipress.cli import demo as command
+from hipress.cli._demo_view import demo_view
 from hipress.cli.main import main
 from hipress.errors import LabError
 from hipress.report.loss_plot import Curve, draw, smooth
@@ -71,6 +72,31 @@ def test_refusals(argv, sentence, capsys):
     assert run(*argv) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and sentence in said[0], said
+
+
+def test_live_view(monkeypatch, capsys):
+    """Catches: a view that shows nothing on a terminal, or everything where there is none."""
+    start = {"kind": "start", "model": "cnn"}
+    step = {"kind": "step", "step": 3, "loss": 0.25, "steps_per_s": 2.0, "time_s": 1.5}
+    test = {"kind": "test", "step": 9, "accuracy": 97.5, "time_s": 4.0}
+    with demo_view() as view:
+        view.begin("onebit", 9)
+        for row in (start, step, step, test):
+            view.on_row("onebit", row, 9)
+    assert capsys.readouterr().err.splitlines() == [
+        "onebit: starting",
+        "onebit: step 9/9 97.5 % right after 4 s",
+    ]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    with demo_view() as view:
+        view.begin("onebit", 9)
+        view.on_row("onebit", step, 9)
+        (bar,) = view._progress.tasks
+        assert (bar.completed, bar.total) == (3, 9)
+        view.on_row("onebit", test, 9)
+    shown = capsys.readouterr().err
+    assert "9/9" in shown and "97.5 % right after 4 s" in shown
 
 
 def test_picture(tmp_path):

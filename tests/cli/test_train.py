@@ -149,9 +149,12 @@ def test_a_terminal_gets_a_bar(monkeypatch, capsys):
     with _train_view.view(None, resumes=False) as shown:
         shown.on_start(facts())
         shown.on_step(4)
+        row = {"kind": "step", "step": 4, "loss": 0.5, "units_per_s_per_rank": 300.0}
+        shown.on_row(row)
         shown.on_row({"kind": "test", "step": 5, "accuracy": 50.0, "test_loss": 1.0})
         (task,) = shown._progress.tasks
         assert (task.completed, task.total) == (4, 10)
+        assert task.fields["told"] == "loss 0.5000  1,200 tokens/s"
     assert "accuracy 50.00 %" in capsys.readouterr().err
 
 

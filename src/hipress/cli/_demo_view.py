@@ -70,7 +70,7 @@ def demo_view() -> Iterator[DemoView]:
         return
     with Progress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TextColumn("{task.fields[told]}", markup=False),
         console=console,

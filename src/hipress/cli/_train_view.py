@@ -67,11 +67,13 @@ class View:
         """Show it and write it."""
         self._write(row)
         assert self.facts is not None
-        text = line(row, self.facts)
         if self._progress is None or self._bar is None or row["kind"] == "test":
-            self._say(text)
+            self._say(line(row, self.facts))
         else:
-            self._progress.update(self._bar, told=text)
+            # Beside the bar there is room for little on 80 columns.
+            speed = row["units_per_s_per_rank"] * self.facts.num_ranks
+            told = f"loss {row['loss']:.4f}  {speed:,.0f} {self.facts.unit}/s"
+            self._progress.update(self._bar, told=told)
 
     def on_end(self, result: Result) -> None:
         """The last line of the log."""
@@ -128,7 +130,7 @@ def _progress() -> Progress:
 
     return Progress(
         MofNCompleteColumn(),
-        BarColumn(),
+        BarColumn(bar_width=24),
         TimeRemainingColumn(),
         TextColumn("{task.fields[told]}", markup=False),
         console=Console(stderr=True),

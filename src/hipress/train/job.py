@@ -235,8 +235,8 @@ class Job:
             if not (tests or saves or self._is_point(config.log_every)):
                 continue
             # Waits for the device. Ranks may have different numbers of tokens.
-            means = torch.stack([losses / num_losses, losses.new_tensor(pace.num_units)])
-            loss, units = (value / self.num_ranks for value in self.ranks.total(means))
+            sums = torch.tensor([float(losses) / num_losses, pace.num_units], dtype=torch.float64)
+            loss, units = (value / self.num_ranks for value in self.ranks.total(sums))
             self.check_finite("loss", loss)
             losses, num_losses = torch.zeros_like(losses), 0
             row = {"kind": "step", **pace.end(self.step, units), "epoch": self._epoch, "loss": loss}
