@@ -235,7 +235,7 @@ LOG = Setting(
 FASHION_MNIST = Setting(
     name="HIPRESS_FASHION_MNIST",
     default=_fixed("none"),
-    meaning="folder of the Fashion-MNIST files, for `hipress bench convergence`",
+    meaning="folder of the Fashion-MNIST files, where a command is not told it",
     rule="an absolute path (a leading ~ is allowed), or none",
     parse=_path_or_none,
 )

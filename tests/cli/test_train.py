@@ -2,11 +2,13 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from hipress.cli import _train_view, train
 from hipress.cli.main import main
+from hipress.train.config import Config
 from hipress.train.result import Facts, Result
 
 QUICK = ["--model", "tests.train.scripts.nets:plain", "--batch", "32", "--device", "cpu"]
@@ -32,12 +34,12 @@ def rows(path):
 
 
 def test_lines_log_and_result(tmp_path, capsys):
-    log, out = tmp_path / "deep" / "log.jsonl", tmp_path / "out.json"
+    log, out = tmp_path / "log.jsonl", tmp_path / "out.json"
     assert run("--steps", "12", "--log", str(log), "--log-every", "4", "--json", str(out)) == 0
     said = capsys.readouterr()
-    assert "51,978 parameters) on digits (1,200 examples), 1 rank with 32 a step, cpu" in said.err
-    assert "onebit by ps for 1 of 4 gradients (94.6 %" in said.err  # 10 x 256 is too small
-    assert "step 4/12 epoch 0.11 loss " in said.err and " lr 0.05 " in said.err
+    assert "51,978 parameters) on digits (1,200 examples), 1 rank x 32 a step, cpu" in said.err
+    assert "one rank: nobody to exchange gradients with; steps 0 to 12" in said.err
+    assert "step 4/12 epoch 0.11 loss " in said.err and " lr 0.01 " in said.err
     assert "step 12: on the test data accuracy " in said.err
     assert said.out.startswith("12 steps in ") and "accuracy " in said.out
     kinds = [row["kind"] for row in rows(log)]
@@ -64,11 +66,63 @@ def test_a_run_goes_on_and_its_log_too(tmp_path, capsys, caplog):
     capsys.readouterr()
     assert run("--steps", "9", *ways) == 0
     assert "steps 6 to 9" in capsys.readouterr().err
+    assert "going on from step 6 of 9" in caplog.text
     found = [row["step"] for row in rows(log) if row["kind"] == "step"]
     assert found == [3, 6, 9]
-    # At its end there is nothing left to do but to look.
-    assert run("--steps", "9", *ways) == 0
-    assert "0 steps in" in capsys.readouterr().out
+    # At its end there is nothing left to do but to look, also where it is past that.
+    for steps in ("9", "5"):
+        assert run("--steps", steps, *ways) == 0
+        assert "0 steps in" in capsys.readouterr().out
+        assert f"going on from step 9 of {steps}: nothing is left; raise --epochs" in caplog.text
+
+
+def test_a_checkpoint_is_not_lost_by_forgetting_to_resume(tmp_path, capsys):
+    assert run("--steps", "2", "--checkpoint", str(tmp_path)) == 0
+    saved = (tmp_path / "checkpoint.pt").read_bytes()
+    assert run("--steps", "2", "--checkpoint", str(tmp_path)) == 2
+    assert "holds a checkpoint, which this run would overwrite; give --resume" in (
+        capsys.readouterr().err
+    )
+    assert (tmp_path / "checkpoint.pt").read_bytes() == saved
+
+
+def test_without_evaluations(tmp_path):
+    log = tmp_path / "log.jsonl"
+    assert run("--steps", "2", "--no-eval", "--log", str(log)) == 0
+    assert [row["kind"] for row in rows(log)] == ["start", "step", "end"]
+    assert rows(log)[-1]["accuracy"] is None
+
+
+@pytest.mark.parametrize(
+    "options, num_ranks, codec",
+    [
+        ({}, 1, "uncompressed"),
+        ({"strategy": "ring"}, 1, "momentum(ef(onebit), mu=0.9, nesterov=false)"),
+        ({}, 2, "momentum(ef(onebit), mu=0.9, nesterov=false)"),
+        ({"nesterov": True, "momentum": 0.8}, 2, "momentum(ef(onebit), mu=0.8, nesterov=true)"),
+        ({"momentum": 0.0}, 2, "onebit"),
+        ({"optimizer": "adam"}, 2, "int8"),
+        ({"codec": "topk"}, 2, "topk"),
+        ({"plan": Path("p.json")}, 2, None),
+    ],
+)
+def test_the_codec_follows_the_optimizer_where_none_is_given(options, num_ranks, codec):
+    assert Config(**options).settled(num_ranks).codec == codec
+
+
+def test_onebit_in_front_of_momentum_is_told(caplog):
+    assert run("--steps", "2", "--codec", "onebit", "--no-eval") == 0
+    assert "onebit in front of SGD's momentum may fall behind" in caplog.text
+    caplog.clear()
+    assert run("--steps", "2", "--codec", "onebit", "--momentum", "0", "--no-eval") == 0
+    assert "fall behind" not in caplog.text
+
+
+def test_a_model_of_the_users_own_that_fails_is_told_with_what_it_was_given(capsys):
+    """Catches: a page of traceback for a layer of the wrong size."""
+    assert run("--steps", "2", "--model", "tests.train.scripts.nets:wrong_size") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "wrong_size failed on its first batch, of shapes (32, 3, 8, 8), (32,): mat1" in said
 
 
 def test_adam_and_a_word_of_advice(caplog):
@@ -121,12 +175,14 @@ def facts(**changes):
 
 
 def test_what_is_said_of_each_kind_of_exchange():
+    assert "4 ranks x 2 a step" in _train_view.introduction(facts())
     assert "onebit by ps for 1 of 2 gradients (90.0 %" in _train_view.introduction(facts())
     plain = _train_view.introduction(facts(codec="uncompressed", strategy=None))
     assert "gradients go as DDP sends them" in plain
     plan = _train_view.introduction(facts(codec="plan", strategy=None))
     assert "plan for 1 of 2 gradients" in plan
-    assert "nobody to exchange" in _train_view.introduction(facts(num_ranks=1))
+    alone = _train_view.introduction(facts(num_ranks=1))
+    assert "one rank: nobody to exchange gradients with; onebit acts on them all" in alone
 
 
 def test_what_is_said_where_nothing_is_right_or_wrong():
@@ -138,7 +194,8 @@ def test_what_is_said_where_nothing_is_right_or_wrong():
         memory_bytes=10**6,
     )  # fmt: skip
     assert _train_view.summary(facts(), result).splitlines() == [
-        "1 steps in 2.0 s: 0.50 steps/s, 4,000 tokens/s in all, 1,000 per rank",
+        "1 steps in 2.0 s with all around them; steps alone: 0.50 steps/s, 4,000 tokens/s in all, "
+        "1,000 per rank",
         "2.000 MB sent a step by each rank, 3.0 x less than plain; 1.0 MB of memory for it",
         "training loss 1.5000",
     ]
@@ -146,7 +203,7 @@ def test_what_is_said_where_nothing_is_right_or_wrong():
 
 def test_a_terminal_gets_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with _train_view.view(None, resumes=False) as shown:
+    with _train_view.view(None) as shown:
         shown.on_start(facts())
         shown.on_step(4)
         row = {"kind": "step", "step": 4, "loss": 0.5, "units_per_s_per_rank": 300.0}
@@ -174,7 +231,7 @@ def test_every_option_reaches_the_config(monkeypatch):
     }  # fmt: skip
     argv = [word for pair in options.items() for word in map(str, pair)]
     with pytest.raises(SystemExit):
-        main(["train", *argv, "--resume", "p", "q"])
+        main(["train", *argv, "--resume", "--no-eval", "p", "q"])
     (config,) = seen
     found = vars(config)
     renamed = {"lr": "rate", "lr_mode": "rate_mode", "lr_decay": "rate_decay",
@@ -186,4 +243,8 @@ def test_every_option_reaches_the_config(monkeypatch):
             option, value
         )
         assert (str(got) if option in ("--checkpoint", "--timeline") else got) == want, option
-    assert config.resume and [str(path) for path in config.paths] == ["p", "q"]
+    assert (
+        config.resume
+        and not config.evaluates
+        and [str(path) for path in config.paths] == ["p", "q"]
+    )

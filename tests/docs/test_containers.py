@@ -191,7 +191,7 @@ def hipress_commands(page: str) -> Iterator[list[str]]:
     """What the page's docker commands run, where that is a command of ours."""
     for words in commands(page):
         text = " ".join(words)
-        found = re.search(r"(?:exec \S+|run .*? hipress) (hipress .*)$", text)
+        found = re.search(r"(?:exec (?:-it )?\S+|run .*? hipress) (hipress .*)$", text)
         if words[0] == "docker" and found is not None:
             yield found[1].split()
 

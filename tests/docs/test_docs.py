@@ -257,9 +257,9 @@ def test_python(page: str, folder: Path) -> None:
 
 
 @every_page
-def test_console(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console(page: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     need_what_it_needs(page)
-    run_console(page, PAGES[page], capsys)
+    run_console(page, PAGES[page], capfd)  # also what other processes and threads write
 
 
 def test_checks_of_runs_can_fail(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

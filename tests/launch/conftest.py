@@ -1,6 +1,7 @@
 """What the tests of launching share: `hipress run`, and stand-ins for torchrun and ssh."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -52,6 +53,8 @@ def start(without_torch, tmp_path):
                 # What a killed agent leaves is here too.
                 "env": {**without_torch, "TMPDIR": str(tmp_path), **(env or {})},
                 "start_new_session": True,
+                # Whoever runs the tests under nohup has it ignored, and so would the launcher.
+                "preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
                 **options,
             },
         )

@@ -52,6 +52,6 @@ def test_another_job(tmp_path):
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written: .*; give a folder that may be"):
-        checkpoints.check_folder(tmp_path / "file")
-    checkpoints.check_folder(tmp_path / "new" / "deep")
+        checkpoints.check_folder(tmp_path / "file", resumes=False)
+    checkpoints.check_folder(tmp_path / "new" / "deep", resumes=False)
     assert os.listdir(tmp_path / "new" / "deep") == []

@@ -51,7 +51,7 @@ def told(tmp_path_factory):
             one("at once", "trains", **PLAIN, codec="none", batch=16, steps=6),
             one("rates", "trains", **PLAIN, steps=8, rate=0.4, rate_mode="step", decay_epochs=[0.1],
                 warmup_epochs=0.05, log_every=2, eval_every=0.08),
-            one("bf16", "trains", **PLAIN, codec="onebit", amp="bf16", steps=20),
+            one("bf16", "trains", **PLAIN, codec="int8", amp="bf16", steps=20, rate=0.05),
             one("diverges", "refuses", rate=1e9, steps=40, log_every=5),
             one("plain momentum", "refuses", codec="dgc", plain_steps=3),
             one("short trace", "refuses", timeline="t.json", steps=7),
@@ -75,7 +75,8 @@ def told(tmp_path_factory):
             one("slow disk", "slow_disk", **PLAIN, steps=4, checkpoint_every=2,
                 checkpoint=str(folder / "slow"), env={"HIPRESS_TIMEOUT": "3"}),
             one("full disk", "full_disk", **PLAIN, steps=4, checkpoint=str(folder / "full")),
-            one("options", "changed_options", **PLAIN, checkpoint=str(folder / "options")),
+            one("options", "changed_options", **PLAIN, codec="int8",
+                checkpoint=str(folder / "options")),
         ],
         [
             one(f"resume {name}", "resumes", dies_at=10, checkpoint=str(folder / name), **options)

@@ -92,12 +92,11 @@ class View:
 
 
 @contextlib.contextmanager
-def view(log: Path | None, *, resumes: bool) -> Iterator[View]:
+def view(log: Path | None) -> Iterator[View]:
     """A view, with its log open and its bar on the screen until the end.
 
     Args:
-        log: A file, `-` for stdout, or None.
-        resumes: Whether the log goes on where it is; else it begins anew.
+        log: A file, which is appended to, `-` for stdout, or None.
 
     Raises:
         UsageError: The log cannot be written.
@@ -108,8 +107,7 @@ def view(log: Path | None, *, resumes: bool) -> Iterator[View]:
             stream = sys.stdout
         elif log is not None:
             try:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                stream = stack.enter_context(log.open("a" if resumes else "w"))
+                stream = stack.enter_context(log.open("a"))
             except OSError as error:
                 raise UsageError(
                     f"--log {str(log)!r} cannot be written: {error.strerror}; give another file."
@@ -150,10 +148,12 @@ def introduction(facts: Facts) -> str:
             f"({100 * facts.compressed_share:.1f} % of the elements)"
         )
     if facts.num_ranks == 1:
-        how += "; with one rank there is nobody to exchange them with"
+        how = "one rank: nobody to exchange gradients with"
+        if facts.num_compressed:
+            how += f"; {facts.codec} acts on them all the same"
     return (
         f"{facts.model} ({facts.num_parameters:,} parameters) on {facts.data} "
-        f"({facts.num_train:,} examples), {ranks} with {facts.batch} a step, {facts.device}\n"
+        f"({facts.num_train:,} examples), {ranks} x {facts.batch} a step, {facts.device}\n"
         f"{how}; steps {facts.first_step} to {facts.num_steps} ({facts.num_epochs:.3g} epochs)"
     )
 
@@ -175,14 +175,14 @@ def line(row: dict[str, Any], facts: Facts) -> str:
 def summary(facts: Facts, result: Result) -> str:
     """What came out, for people."""
     lines = [
-        f"{result.num_steps} steps in {result.seconds:.1f} s: {result.steps_per_s:.2f} steps/s, "
-        f"{result.units_per_s:,.0f} {result.unit}/s in all, "
+        f"{result.num_steps} steps in {result.seconds:.1f} s with all around them; steps alone: "
+        f"{result.steps_per_s:.2f} steps/s, {result.units_per_s:,.0f} {result.unit}/s in all, "
         f"{result.units_per_s_per_rank:,.0f} per rank",
         f"{result.wire_bytes_per_step / 1e6:.3f} MB sent a step by each rank, "
         f"{result.ratio:.1f} x less than plain; "
         f"{result.memory_bytes / 1e6:.1f} MB of memory for it",
     ]
-    if facts.num_ranks == 1:
+    if facts.num_ranks == 1 or not facts.num_compressed:
         lines.pop()
     scores = []
     if result.loss is not None:

@@ -67,7 +67,7 @@ def run(
     """Run a command once per rank, on this machine or on many over ssh.
 
     It runs torchrun on each host, so ranks find RANK, WORLD_SIZE and the
-    rest. Lines are prefixed with the rank: [rank 3]. When one rank fails
+    rest. Lines are prefixed with the rank. When one rank fails
     all are ended, and the exit code is that of the first failure.
     """
     from hipress.launch.environment import forwarded

@@ -123,7 +123,7 @@ def train(
     lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate, not scaled by ranks; 0.05 for sgd, else 0.001.",
+            help="Learning rate, not scaled by ranks; 0.01 for sgd, else 0.001.",
             rich_help_panel=LENGTH,
         ),
     ] = None,
@@ -182,6 +182,9 @@ def train(
     eval_every: Annotated[
         float, typer.Option(help="Epochs; 0: at the end.", rich_help_panel=OUTPUT)
     ] = 1.0,
+    no_eval: Annotated[
+        bool, typer.Option("--no-eval", help="Never evaluate.", rich_help_panel=OUTPUT)
+    ] = False,
     check_every: Annotated[
         int,
         typer.Option(min=0, help="Steps between comparisons of ranks.", rich_help_panel=OUTPUT),
@@ -243,6 +246,7 @@ def train(
         resume=resume,
         log_every=log_every,
         eval_every=eval_every,
+        evaluates=not no_eval,
         check_every=check_every,
         timeline=timeline,
         device=device,
@@ -347,7 +351,7 @@ def _train(
     with contextlib.ExitStack() as stack:
         watcher: Silent | View = Silent()
         if world.rank == 0:
-            opened = view(log, resumes=facts.first_step > 0)
+            opened = view(log)
             watcher = ranks.jointly("--log", lambda: stack.enter_context(opened))
         else:
             ranks.jointly("--log", lambda: None)

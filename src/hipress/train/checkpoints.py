@@ -16,8 +16,18 @@ NAME = "checkpoint.pt"
 VERSION = 1
 
 
-def check_folder(folder: Path) -> None:
-    """Raise a UsageError where no checkpoint could be written, before hours are spent."""
+def check_folder(folder: Path, *, resumes: bool) -> None:
+    """Raise a UsageError where no checkpoint could be written, or one would be lost.
+
+    Args:
+        folder: Where checkpoints go; it is made.
+        resumes: Whether one that is there is gone on from.
+    """
+    if not resumes and (folder / NAME).exists():
+        raise UsageError(
+            f"--checkpoint {str(folder)!r} holds a checkpoint, which this run would overwrite; "
+            "give --resume to go on from it, or another folder."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".write-{os.getpid()}"
@@ -65,9 +75,9 @@ def load(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).partition(".")[0].splitlines()[:1] or [type(error).__name__]
         raise UsageError(
-            f"{str(file)!r} is no checkpoint that can be read ({reason}); move it away to start "
+            f"{str(file)!r} is no checkpoint that can be read ({reason[0]}); move it away to start "
             "from the beginning."
         ) from error
     version = state.get("version") if isinstance(state, dict) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hipress.errors import UsageError
@@ -17,7 +17,7 @@ BACKENDS = ("auto", "gloo", "nccl")
 TEXTS = ("text", "parallel-text")
 DEFAULT_MOMENTUM = 0.9
 DEFAULT_DECAY = 0.1
-DEFAULT_RATE = {"sgd": 0.05, "adam": 0.001, "adamw": 0.001}
+DEFAULT_RATE = {"sgd": 0.01, "adam": 0.001, "adamw": 0.001}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Config:
     paths: tuple[Path, ...] = ()
     """Folder or files of the data."""
     codec: str | None = None
-    """An expression, `uncompressed` for DDP as it comes, or what `attach` takes by itself."""
+    """An expression, or `uncompressed` for DDP as it comes; see `settled` for None."""
     strategy: str | None = None
     plan: Path | None = None
     min_size: int | None = None
@@ -67,6 +67,7 @@ class Config:
     log_every: int = 10
     eval_every: float = 1.0
     """Epochs; 0: only at the end."""
+    evaluates: bool = True
     check_every: int = 0
     timeline: Path | None = None
 
@@ -83,6 +84,11 @@ class Config:
     def sgd_momentum(self) -> float:
         """Of SGD."""
         return DEFAULT_MOMENTUM if self.momentum is None else self.momentum
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the optimizer is SGD with momentum."""
+        return self.optimizer == "sgd" and self.sgd_momentum > 0
 
     @property
     def base_rate(self) -> float:
@@ -160,8 +166,15 @@ class Config:
         for option, (is_given, acts, needs) in on.items():
             if is_given and not acts:
                 raise UsageError(f"{option} does something only with {needs}; leave it out.")
-        if self.codec != PLAIN:
-            return
+        if self.codec == PLAIN and self._of_exchange:
+            raise UsageError(
+                f"--codec {PLAIN} leaves gradients to DDP, so {self._of_exchange[0]} has nothing "
+                "to act on; leave it out, or give --codec none, which sends gradients as they are."
+            )
+
+    @property
+    def _of_exchange(self) -> list[str]:
+        """Options that were given and mean our exchange, besides codec and plan."""
         given = {
             "--strategy": self.strategy is not None,
             "--timeline": self.timeline is not None,
@@ -171,9 +184,22 @@ class Config:
             "--exclude": bool(self.exclude),
             "--include": bool(self.include),
         }
-        for option, is_given in given.items():
-            if is_given:
-                raise UsageError(
-                    f"--codec {PLAIN} leaves gradients to DDP, so {option} has nothing to act on; "
-                    "leave it out, or give --codec none, which sends gradients as they are."
-                )
+        return [option for option, is_given in given.items() if is_given]
+
+    def settled(self, num_ranks: int) -> Config:
+        """With a codec, where none was asked for.
+
+        One rank has nobody to send to. Else SGD's momentum goes into the codec, before `onebit`
+        (dist-EF-SGDM), which keeps up where momentum behind it does not; Adam gets `int8`.
+        """
+        if self.codec is not None or self.plan is not None:
+            return self
+        if num_ranks == 1 and not self._of_exchange:
+            return replace(self, codec=PLAIN)
+        if self.optimizer != "sgd":
+            return replace(self, codec="int8")
+        if self.sgd_momentum == 0 or self.plain_steps:
+            return replace(self, codec="onebit")
+        kind = "true" if self.nesterov else "false"
+        mu = f"mu={self.sgd_momentum:g}"
+        return replace(self, codec=f"momentum(ef(onebit), {mu}, nesterov={kind})")

@@ -73,7 +73,10 @@ def resume(job: Job) -> int:
         )
     within = int(state["examples"]) // job.sampler.together
     step = int(state["epoch"]) * job.sampler.steps_per_epoch + within
-    return min(step, job.num_steps)
+    if job.rank == 0:
+        left = "" if step < job.num_steps else ": nothing is left; raise --epochs or --steps"
+        _log.warning("going on from step %d of %d%s", step, job.num_steps, left)
+    return step
 
 
 def _identity(job: Job) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hipress
 import hipress.torch
-from hipress.errors import TrainingError, UsageError
+from hipress.errors import HipressError, TrainingError, UsageError
 from hipress.torch import DEFAULT_CODEC, selection
 from hipress.torch.replicas import compare
 from hipress.train import checkpoints, going_on, models, optimizers
@@ -74,9 +74,9 @@ class Job:
     """
 
     def __init__(self, config: Config, device: torch.device, ranks: Ranks | None = None) -> None:
-        self.config = config
-        self.device = device
         self.ranks = ranks or Ranks.of_group()
+        self.config = config = config.settled(self.ranks.num_ranks)
+        self.device = device
         self.ranks.compute_on(device)
         self.rank, self.num_ranks = self.ranks.rank, self.ranks.num_ranks
         self.ranks.jointly("hipress train", self._prepare)
@@ -121,10 +121,17 @@ class Job:
             )
         self.schedule = config.schedule(self.num_steps / per_epoch, per_epoch)
         if config.checkpoint is not None:
-            checkpoints.check_folder(config.checkpoint)
+            checkpoints.check_folder(config.checkpoint, resumes=config.resume)
         self.rules = selection.rules(**self._asked(), default_codec=DEFAULT_CODEC)
+        self._is_foreign = line.task is None
         self.model = line.make(config.seed, **self.data.sizes)
         selection.check_names(self.rules, [name for name, _ in self.model.named_parameters()])
+        is_onebit = config.plan is None and self.rules.codec.name.startswith("onebit")
+        if self.rank == 0 and is_onebit and config.has_momentum:
+            _log.warning(
+                "onebit in front of SGD's momentum may fall behind (docs/train.md); "
+                "momentum(ef(onebit)) sends the same and keeps momentum in the codec"
+            )
         if config.plain_steps and optimizers.sent_as_momentum(self.rules, self.model):
             raise UsageError(
                 "--plain-steps would train without momentum, which this codec brings only when it "
@@ -185,7 +192,7 @@ class Job:
         skipped = sync.skipped
         compressed = [name for name in sync.gradients if name not in skipped]
         per_epoch = self.sampler.steps_per_epoch
-        codec = config.codec or (DEFAULT_CODEC if config.plan is None else "plan")
+        codec = config.codec or "plan"
         return Facts(
             model=config.model,
             num_parameters=sum(sizes.values()),
@@ -227,7 +234,7 @@ class Job:
                 pace.begin(self.step)
                 if config.timeline is not None:
                     self.sync.timeline(str(config.timeline), steps=TRACED_STEPS)
-            losses, num_losses = losses + self._train(batch), num_losses + 1
+            losses, num_losses = losses + self._try(batch, first), num_losses + 1
             self.step += 1
             pace.num_units += self.task.num_units(batch)
             watcher.on_step(self.step)
@@ -247,7 +254,7 @@ class Job:
             if tests:
                 last |= self._test(pace, watcher)
             pace.begin(self.step)
-        if self.step == first:  # resumed at its end
+        if self.step == first and config.evaluates:  # resumed at its end
             last = self._test(pace, watcher)
         compare(self.ranks.gather_digests(self.model), self.step)
         return self._result(pace, last, first)
@@ -287,6 +294,21 @@ class Job:
             self.sync.engine.close()
 
     # --- a step -----------------------------------------------------------------------------------
+
+    def _try(self, batch: Batch, first: int) -> Tensor:
+        """One step; the first of a model that is not ours may fail for what it is given."""
+        try:
+            return self._train(batch)
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            if not self._is_foreign or self.step > first or isinstance(error, HipressError):
+                raise
+            _log.debug("the first step", exc_info=True)
+            shapes = ", ".join(str(tuple(part.shape)) for part in batch)
+            raise UsageError(
+                f"{self.config.model} failed on its first batch, of shapes {shapes}: "
+                f"{str(error).splitlines()[0]}; it is given all but the last, and gives logits "
+                "(HIPRESS_LOG=debug shows where)."
+            ) from error
 
     def _train(self, batch: Batch) -> Tensor:
         """One step; the loss of this rank."""
@@ -338,6 +360,8 @@ class Job:
         return self.step % every == 0 or self.step == self.num_steps
 
     def _is_test_time(self) -> bool:
+        if not self.config.evaluates:
+            return False
         if self.step == self.num_steps:
             return True
         if self.config.eval_every == 0:

@@ -62,7 +62,7 @@ class _Steps(Dataset[Batch]):
     end: int
 
     def __len__(self) -> int:
-        return self.end - self.first
+        return max(self.end - self.first, 0)
 
     def __getitem__(self, place: int) -> Batch:
         step = self.first + place

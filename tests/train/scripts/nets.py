@@ -27,3 +27,7 @@ def with_norm(num_classes: int) -> nn.Module:
         nn.Flatten(),
         nn.Linear(16 * 64, num_classes),
     )
+
+
+def wrong_size(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
