@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Stats", "Sync", "attach", "comm_hook"]
 
-DEFAULT_CODEC = "onebit"
+DEFAULT_CODEC = "int8"
+"""Until a planner decides: the one that no optimizer minds."""
 
 
 def attach(
@@ -52,7 +53,7 @@ def attach(
 
     Args:
         ddp_model: A `DistributedDataParallel`, also one that torch.compile has wrapped.
-        codec: An expression such as `onebit` or `dgc(ratio=0.01)`, or a codec; `onebit` if None.
+        codec: An expression such as `onebit` or `dgc(ratio=0.01)`, or a codec; `int8` if None.
         strategy: `ps`, `ring`, `hierarchical` or `allreduce`; `ps` if None.
         plan: A plan or the path of one, which decides for each gradient instead.
         exclude: Parameters or modules that are left alone, by name or pattern (`*.embed.*`).

@@ -226,7 +226,7 @@ class Sync:
             "%d of %d gradients (%.1f %% of the elements) are compressed with %s.",
             len(compressed), len(self.gradients), 100 * inside / max(total, 1), codecs,
         )  # fmt: skip
-        if not compressed and self.rules.codec.name != "none":
+        if not compressed:
             _log.warning(
                 "no gradient is compressed: all are exempt (see sync.skipped); lower min_size, or "
                 "give include=."
