@@ -328,11 +328,11 @@ def choices(told):
     return {name: one([result[name] for result in results]) for name in results[0]}
 
 
-def test_the_default_is_onebit_for_what_is_large(choices):
+def test_the_default_is_int8_for_what_is_large(choices):
     """Catches: exempt gradients that are compressed, or a state for them."""
     found = choices["default"]
     assert found["kept"] == ["0.weight", "3.weight", "5.weight"]
-    assert {name for name, codec in found["codecs"].items() if codec == "onebit"} == set(
+    assert {name for name, codec in found["codecs"].items() if codec == "int8"} == set(
         found["kept"]
     )
     assert found["skipped"] == dict.fromkeys(
