@@ -51,6 +51,8 @@ def test_ctrl_c_under_the_real_torchrun(tmp_path):
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         start_new_session=True,
+        # As a shell starts it, also where the tests run in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert sorted(program.stdout.readline() for _ in range(2)) == ["[rank 0] up\n", "[rank 1] up\n"]
     os.killpg(program.pid, signal.SIGINT)

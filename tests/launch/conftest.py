@@ -36,6 +36,15 @@ def without_torch():
     return {**os.environ, "PYTHONPATH": str(HERE / "stand_in")}
 
 
+def hear_signals():
+    """In a new process: as a shell starts it, also where the tests run in the background.
+
+    There SIGINT is ignored, and SIGHUP under nohup; the launcher leaves what is ignored alone.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(without_torch, tmp_path):
     """Return a function that starts `hipress run`; what is left of it is killed at the end."""
@@ -53,8 +62,7 @@ def start(without_torch, tmp_path):
                 # What a killed agent leaves is here too.
                 "env": {**without_torch, "TMPDIR": str(tmp_path), **(env or {})},
                 "start_new_session": True,
-                # Whoever runs the tests under nohup has it ignored, and so would the launcher.
-                "preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+                "preexec_fn": hear_signals,
                 **options,
             },
         )
