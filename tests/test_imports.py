@@ -26,7 +26,13 @@ MEMBERS = {
     "doors": {"torch", "tensorflow", "jax", "mxnet"},
     "cli": {"__main__"},
     # The half of casync that is pure data, so that the simulator can play what the engine runs.
-    "graphs": {"casync.graph", "casync.strategies", "casync.lowering"},
+    "graphs": {
+        "casync.graph",
+        "casync.strategies",
+        "casync.lowering",
+        "casync.pieces",
+        "casync.shape",
+    },
 }
 
 GROUND = {"ground"}

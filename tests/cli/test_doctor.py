@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from hipress import settings
-from hipress.cli import _machine, doctor
+from hipress.casync import probe_codecs
+from hipress.cli import _doctor_job, _doctor_timing, _machine, doctor
 from hipress.cli.main import main
+from hipress.profile import Machine
+from hipress.secopa.simulate import Simulator
+from hipress.secopa.what_if import uniform, with_rate
+from tests.secopa.made_up import codec, profile
 
 WORKING = {"version": "1.2.3", "error": None}
 BROKEN = {"version": None, "error": "No module named 'numba'"}
@@ -281,3 +286,98 @@ def test_extras_match_pyproject():
     declared = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]
     declared.pop("dev")
     assert {extra: tuple(packages) for extra, packages in declared.items()} == doctor.EXTRAS
+
+
+# --- a job ----------------------------------------------------------------------------------------
+
+
+def made_up_job(rate_bits, *, backward_s=0.1, element_s=1e-10, numel=2**22):
+    """A profile of four hosts, with costs chosen by hand."""
+    codecs = [codec("none", 1.0, 1e-10), codec("onebit", 1 / 32, element_s)]
+    made = profile(numels=(numel,) * 4, backward_s=backward_s, codecs=codecs)
+    machine = Machine(cores=2.0, num_ranks=1)
+    return _doctor_job.made_up(4, rate_bits, machine, codecs, made.model)
+
+
+def test_a_job_gets_a_paragraph_and_a_table(capsys, monkeypatch):
+    """Catches: a job of which nothing is said, or of which the table lacks a choice."""
+    known = [codec("none", 1.0, 1e-10), codec("onebit", 1 / 32, 1e-10)]
+    monkeypatch.setattr(probe_codecs, "measure", lambda *_, **__: known)
+    code, out, err = run(capsys, "--model", "mlp", "--rate", "10mbit", "--codec", "onebit")
+    assert (code, err.strip()) == (0, "")
+    flat = " ".join(out.split())
+    assert "mlp (batch 8, 0 MB of gradients) on 4 hosts like this one at 10mbit" in flat
+    for text in ("What then limits the step is", "Compression pays", "Next: ", "plan", "ring"):
+        assert text in flat
+
+
+def test_a_job_as_json(capsys):
+    """Catches: a document that lacks what the paragraph says."""
+    code, out, _ = run(
+        capsys, "--model", "mlp", "--hosts", "2", "--codec", "int8", "--batch", "2", "--json"
+    )
+    assert code == 0
+    found = json.loads(out)
+    assert (found["model"], found["hosts"], found["rate"], found["batch"]) == ("mlp", 2, "1gbit", 2)
+    assert [row["codec"] for row in found["rows"]] == ["none", "int8", "int8", "plan"]
+    assert found["pays"] in ("yes", "maybe", "no")
+    assert found["error"] >= _doctor_job.PREDICTION_ERROR
+    assert found["limit"] in ("compute", "the wire", "codec work")
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--hosts", "4"], "--hosts is for a job; name its model too"),
+        (["--rate", "1gbit"], "--rate is for a job"),
+        (["--model", "resnet51"], "did you mean 'resnet50'?"),
+        (["--model", "mlp", "--rate", "fast"], "rate 'fast' is not a number above 0 and a unit"),
+        (["--model", "mlp", "--codec", "twobit"], "no codec 'twobit'"),
+        (["--model", "mlp", "--codec", "none"], "--codec names nothing but none"),
+    ],
+)
+def test_a_wrong_job_is_refused_in_one_sentence(argv, text, capsys):
+    """Catches: a measurement of half a minute before a typing error is told."""
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_compression_breaks_even_where_the_simulator_says():
+    """Catches: a rate on the wrong side, or one that is not where both steps meet."""
+    made = made_up_job(10**9)
+    bits = _doctor_job.break_even(made, 4, [("onebit", "ps")])
+    saved = []
+    for factor in (0.8, 1.25):
+        simulator = Simulator(with_rate(made, round(bits * factor)), 4)
+        decisions = uniform(simulator.profile, "onebit", "ps")
+        saved.append(1 - simulator.step_s(decisions) / simulator.step_s(None))
+    assert saved[0] > _doctor_job.WORTH > saved[1]
+
+
+def test_a_codec_that_never_pays_breaks_even_nowhere():
+    """Catches: a rate for a codec that is slower than any wire."""
+    made = made_up_job(10**9, element_s=1e-3)
+    assert _doctor_job.break_even(made, 4, [("onebit", "ps")]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"rate_bits": 10**9, "backward_s": 10.0}, "compute"),
+        ({"rate_bits": 10**6, "backward_s": 0.01}, "the wire"),
+        ({"rate_bits": 10**12, "backward_s": 0.01, "element_s": 1e-8}, "codec work"),
+    ],
+)
+def test_what_limits_a_step(options, limit):
+    """Catches: a user who is told to buy another network where the model is slow."""
+    assert _doctor_job.limit(made_up_job(**options), 4, "onebit", "ps") == limit
+
+
+def test_more_examples_are_more_work_but_for_the_optimizer():
+    """Catches: ready times that stay where backward gets longer."""
+    model = made_up_job(10**9).model.model_copy(update={"rest_s": 0.5, "forward_s": 0.2})
+    twice = _doctor_timing.scaled(model, 2.0)
+    assert (twice.forward_s, twice.backward_s, twice.rest_s) == (0.4, 0.2, 0.5)
+    assert twice.gradients[-1].ready_s == pytest.approx(0.2)

@@ -118,6 +118,24 @@ def test_onebit_in_front_of_momentum_is_told(caplog):
     assert "fall behind" not in caplog.text
 
 
+def test_a_text_plan_with_a_codec(tmp_path, capsys):
+    """Catches: a SeCoPaPlan.txt that is refused beside a codec, or one that is not followed."""
+    plan, result = tmp_path / "SeCoPaPlan.txt", tmp_path / "result.json"
+    plan.write_text("1.weight,y,2\n")
+    given = ["--steps", "2", "--no-eval", "--plan", str(plan)]
+    assert run(*given, "--codec", "topk", "--strategy", "ring", "--json", str(result)) == 0
+    (found,) = json.loads(result.read_text())["rows"]
+    assert (found["codec"], found["strategy"], found["num_compressed"]) == ("topk", "ring", 1)
+    assert run(*given, "--codec", "uncompressed") == 2
+    assert "so --plan has nothing to act on" in capsys.readouterr().err
+    missing = ["--steps", "2", "--plan", str(tmp_path / "none.txt"), "--codec", "topk"]
+    assert run(*missing) == 2
+    assert "none.txt' cannot be read" in capsys.readouterr().err
+    plan.write_text('{"gradients": {}}')
+    assert run(*given, "--codec", "topk") == 2
+    assert "--plan decides codec and strategy" in capsys.readouterr().err
+
+
 def test_a_model_of_the_users_own_that_fails_is_told_with_what_it_was_given(capsys):
     """Catches: a page of traceback for a layer of the wrong size."""
     assert run("--steps", "2", "--model", "tests.train.scripts.nets:wrong_size") == 2

@@ -73,3 +73,15 @@ def test_an_overflow_is_not_owed_for_a_parameter_that_was_not_used(alone):
         model.zero_grad()
         model(x, True).sum().backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_plan_says_which_start_first_and_travel_together():
+    """Catches: an order or a number of a frame that is read and not followed."""
+    found = []
+    for name, text, bulk, order in (
+        ("a", "onebit", 0, 1), ("b", "none", 0, 0), ("c", "onebit", 1, 1), ("d", "onebit", 0, 1),
+    ):  # fmt: skip
+        choice = Choice(codec=hipress.codec(text), strategy="ps", bulk=bulk, order=order)
+        parameter = torch.zeros(4, 4)
+        found.append(Gradient(name=name, parameter=parameter, choice=choice, places=()))
+    assert [group.names for group in grouped(found)] == [("b",), ("a", "d"), ("c",)]

@@ -170,6 +170,37 @@ def test_patterns_that_match_nothing(option, pattern, hint):
     )
 
 
+def test_a_text_plan_is_filled_in():
+    """Catches: a codec or strategy beside a SeCoPaPlan.txt that does not act, or acts on `n`."""
+    plan = Plan.parse("w,4096,y,4\nv,4096,n,2")
+    made = hipress.codec("topk(ratio=0.3)")
+    found = choice("w", plan=plan, codec=made, strategy="ring")
+    assert found.codec is made
+    assert (found.strategy, found.partitions, found.reason) == ("ring", 4, "")
+    assert choice("v", plan=plan, codec="int8").reason == "the plan says so"
+    # What is left alone goes as such gradients go, not by the codec's strategy.
+    assert choice("v", plan=plan, strategy="ring").strategy == "ps"
+    assert choice("v", torch.zeros(2**17), plan=plan, strategy="ring").strategy == "allreduce"
+    assert choice("u", plan=plan, codec="int8").reason == "not in the plan"
+    default = choice("w", plan=plan)
+    assert (default.codec.name, default.strategy) == (hipress.codec("onebit").name, "ps")
+    assert choice("w", plan=plan, codec="none").reason == "codec 'none' was asked for"
+
+
+def test_a_plan_says_how_what_it_leaves_alone_travels():
+    """Catches: large gradients that are not compressed, sent by slow ways."""
+    plan = Plan(gradients={"w": Decision(strategy="allreduce")})
+    assert choice("w", plan=plan).strategy == "allreduce"
+
+
+def test_a_plan_that_leaves_only_the_codec_open():
+    """Catches: a strategy that overrules the plan's."""
+    plan = Plan(gradients={"w": Decision(codec="any", strategy="ring")})
+    assert choice("w", plan=plan, codec="int8").strategy == "ring"
+    with pytest.raises(UsageError, match="given a plan and a strategy; the plan decides both"):
+        asked(plan=plan, strategy="ps")
+
+
 def test_a_plan_of_another_model():
     """Catches: a plan that compresses nothing, since it is of another model."""
     plan = Plan(gradients={"head.weight": Decision(), "tail.weight": Decision()})

@@ -101,6 +101,33 @@ class Council:
                 self._store.delete_key(done)
         return found
 
+    def post(self, number: int, text: str) -> None:
+        """Leaves a text for all other ranks; rank 0's part, which waits for nobody.
+
+        Args:
+            number: Counts up. With each the text before the last one is dropped: post the next
+                only when all ranks have heard the last but one.
+            text: Anything.
+        """
+        self._store.set(f"post/{number}", text)
+        if number > 1:
+            self._store.delete_key(f"post/{number - 2}")
+
+    def hear(self, number: int, what: str) -> str:
+        """What rank 0 has posted, or posts soon.
+
+        Raises:
+            PeerError: It did not in time.
+        """
+        key = f"post/{number}"
+        if not self._arrives(key, time.monotonic() + self._timeout_s):
+            raise PeerError(
+                f"rank 0 did not say {what} within {self._timeout_s:g} s: gone or late; look at "
+                "its output, or raise HIPRESS_TIMEOUT.",
+                ranks=(0,),
+            )
+        return self._store.get(key).decode()
+
     def clock_offset(self) -> tuple[int, int]:
         """This rank's clock against rank 0's in nanoseconds, and by how much it may be wrong."""
         return clock.offset(self._store, self._rank, self._num_ranks, timeout_s=self._timeout_s)

@@ -201,6 +201,24 @@ class Engine:
         """What each rank gives, in rank order, on rank 0; nothing on the others."""
         return self._council.gather(payload)
 
+    def post(self, number: int, text: str) -> None:
+        """Leaves a text for the other ranks, from rank 0, without a wait (see `Council.post`)."""
+        self._council.post(number, text)
+
+    def hear(self, number: int, what: str) -> str:
+        """What rank 0 has posted.
+
+        Raises:
+            PeerError: It did not in time, or is gone.
+        """
+        self.executor.check()
+        try:
+            return self._council.hear(number, what)
+        except RuntimeError as error:  # the store's
+            if isinstance(error, PeerError):
+                raise
+            raise self.explain(error) from error
+
     def explain(self, error: RuntimeError) -> BaseException:
         """What to raise for an error of torch's in a collective call among these ranks."""
         return self._health.explain(LinkError(str(error)))

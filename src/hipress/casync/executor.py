@@ -28,8 +28,8 @@ import torch
 from hipress.casync.graph import COMPUTING, Verb
 from hipress.casync.handle import CLOSE_S
 from hipress.casync.job import Job
-from hipress.casync.recipe import TAG_BITS
 from hipress.casync.running import Running
+from hipress.casync.shape import TAG_BITS
 from hipress.casync.transport import Pending, Transport, finish
 from hipress.compll.threads import stay_on_this_thread
 from hipress.errors import UsageError

@@ -8,16 +8,12 @@ from functools import cached_property
 
 import torch
 
-from hipress.casync import lowering, pieces, strategies
+from hipress.casync import pieces, shape
 from hipress.casync.graph import Graph
+from hipress.casync.shape import Shape
 from hipress.codecs.base import Codec
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.derive import PLAIN
-from hipress.errors import UsageError
-
-TAG_BITS = 15
-MAX_PIECES = 2**TAG_BITS // 4
-"""Four kinds of messages a piece, in the lower half of a tag."""
 
 RANDOM_KEYS = frozenset({"seed", "stream", "step"})
 """What a codec's state holds for its random numbers; the rest is its memory."""
@@ -87,58 +83,31 @@ class Recipe:
         return self.strategy == "allreduce" and self.codec.name == "none"
 
     @cached_property
+    def shape(self) -> Shape:
+        """How the gradients are cut and what each rank does."""
+        options = self.options
+        return Shape(
+            numels=self.numels,
+            hosts=self.hosts,
+            strategy=self.strategy,
+            is_plain=self.is_plain,
+            bulk=options.bulk and (self.is_plain or isinstance(self.codec, ProgramCodec)),
+            codes_local=codes_local(self.codec, len(self.hosts)),
+            piece_numel=piece_numel(self.codec, self.device, options),
+            pipelined=options.pipelined,
+            ordered=self.ordered,
+            places=self.places,
+        )
+
+    @property
     def layout(self) -> pieces.Layout:
         """How the gradients are cut."""
-        options = self.options
-        numel = options.piece_numel or self._piece_numel()
-        bulk = options.bulk and (self.is_plain or isinstance(self.codec, ProgramCodec))
-        if self.places is not None and not self.is_plain:
-            small = pieces.BULK_NUMEL if bulk else 0
-            layout = pieces.arrange(self.places, piece_numel=numel, bulk_numel=small)
-            if len(layout.routes) > MAX_PIECES:
-                raise UsageError(
-                    f"{len(self.numels)} gradients make {len(layout.routes)} messages, more than "
-                    f"{MAX_PIECES} in one call; give DDP smaller buckets, or exclude small ones."
-                )
-            return layout
-        while True:
-            layout = pieces.cut(
-                self.numels,
-                len(self.hosts),
-                piece_numel=numel,
-                bulk=bulk,
-                pipelined=options.pipelined,
-            )
-            if len(layout.routes) <= MAX_PIECES:
-                return layout
-            if numel > sum(self.numels):
-                raise UsageError(
-                    f"{len(self.numels)} tensors make more than {MAX_PIECES} messages, the most in "
-                    "one call; leave bulk on, use a codec of the table, or make several calls."
-                )
-            numel *= 2
-
-    def _piece_numel(self) -> int:
-        """Elements of a piece: as many as encode well, fewer where that makes a long message."""
-        if self.is_plain:
-            return max(*self.numels, 1, 1)  # the transport cuts it itself
-        return piece_numel(self.codec, self.device, self.options)
+        return self.shape.layout
 
     @cached_property
     def graph(self) -> Graph:
         """What this rank runs."""
-        layout = self.layout
-        cluster = strategies.Cluster(
-            hosts=self.hosts, codes_local=codes_local(self.codec, len(self.hosts))
-        )
-        graph = strategies.build(self.strategy, cluster, self.rank, layout.slice_routes)
-        return lowering.lower(
-            graph,
-            groups=layout.groups,
-            plain=self.is_plain,
-            pipelined=self.options.pipelined,
-            ordered=self.ordered,
-        )
+        return self.shape.graph(self.rank)
 
     @cached_property
     def num_needs(self) -> list[int]:
@@ -178,11 +147,7 @@ def piece_numel(codec: Codec, device: torch.device, options: Options) -> int:
     if options.piece_numel is not None:
         return options.piece_numel
     on_gpu = device.type == "cuda" and not options.compress_on_cpu
-    numel = pieces.GPU_PIECE_NUMEL if on_gpu else pieces.PIECE_NUMEL
-    longest = pieces.GPU_FRAME_BYTES if on_gpu else pieces.FRAME_BYTES
-    while codec.wire_bytes(numel) - 4096 > longest and numel > pieces.LEAST_NUMEL:
-        numel //= 2
-    return numel
+    return shape.piece_numel(codec.wire_bytes, on_gpu=on_gpu)
 
 
 def codes_local(codec: Codec, num_ranks: int) -> bool:

@@ -46,6 +46,23 @@ def check_memory(what: str, needed_bytes: int, advice: str, device: str = "cpu")
         )
 
 
+def host_numbers(text: str, least: int = 2, most: int = 64) -> list[int]:
+    """Numbers of hosts, with commas between, each once."""
+    found = []
+    for part in text.split(","):
+        try:
+            number = int(part)
+        except ValueError:
+            number = -1
+        if not least <= number <= most:
+            raise UsageError(
+                f"--hosts {text!r} holds {part.strip()!r}; give numbers from {least} to {most}, "
+                "with commas between, e.g. 2,4."
+            )
+        found.append(number)
+    return list(dict.fromkeys(found))
+
+
 def check_network(rates: Sequence[str], delay: str, *, is_shaped: bool) -> None:
     """Refuse rates and delays that are misspelt, or that there is no network for."""
     from hipress.lab.links import parse_delay, parse_rate

@@ -139,7 +139,9 @@ def _progress() -> Progress:
 def introduction(facts: Facts) -> str:
     """What is trained, in two lines."""
     ranks = "1 rank" if facts.num_ranks == 1 else f"{facts.num_ranks} ranks"
-    if facts.strategy is None and facts.codec != "plan":
+    if facts.codec == "auto":
+        how = "auto: measures first, then compresses where that is faster"
+    elif facts.strategy is None and facts.codec != "plan":
         how = "gradients go as DDP sends them"
     else:
         way = facts.codec if facts.strategy is None else f"{facts.codec} by {facts.strategy}"

@@ -8,7 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from hipress.cli import bench_convergence, bench_gradient, bench_sync, bench_train
+from hipress.cli import (
+    bench_convergence,
+    bench_gradient,
+    bench_prediction,
+    bench_sync,
+    bench_train,
+)
 from hipress.cli._expressions import split_expressions
 from hipress.cli._machine import available_memory_bytes
 from hipress.errors import UsageError
@@ -37,6 +43,7 @@ def bench() -> None:
 
 app.command(epilog=bench_convergence.EXAMPLE)(bench_convergence.convergence)
 app.command(epilog=bench_gradient.EXAMPLE)(bench_gradient.gradient)
+app.command(epilog=bench_prediction.EXAMPLE)(bench_prediction.prediction)
 app.command(epilog=bench_sync.EXAMPLE)(bench_sync.sync)
 app.command(epilog=bench_train.EXAMPLE)(bench_train.train)
 

@@ -26,7 +26,7 @@ PROCESS_BYTES = 300 * 10**6
 
 
 def train(
-    hosts: Annotated[int, typer.Option(min=2, max=64, help="Hosts, one rank each.")] = 4,
+    hosts: Annotated[int, typer.Option(min=1, max=64, help="Hosts, one rank each.")] = 4,
     rate: Annotated[
         str | None,
         typer.Option(
@@ -42,7 +42,10 @@ def train(
         int | None,
         typer.Option(min=1, help="Examples per rank and step; if not given, the model's own."),
     ] = None,
-    codec: Annotated[str, typer.Option(help="Codec expressions, with commas between.")] = LINE_UP,
+    codec: Annotated[
+        str,
+        typer.Option(help="Codec expressions, with commas between; auto decides among the others."),
+    ] = LINE_UP,
     strategy: Annotated[
         str, typer.Option(help="ps, ring, hierarchical or allreduce, with commas between.")
     ] = "ps",
@@ -78,14 +81,15 @@ def train(
     does not hide, and "removed" the part of that which is gone: 0 % is
     ddp, 100 % the bound. "x ddp" is ddp's time divided by the row's.
     "extra MB" is memory beyond ddp's. PowerSGD gets all gradients in one
-    bucket, because with several its all-reduces meet on gloo.
+    bucket, because with several its all-reduces meet on gloo. "auto" is
+    timed when it has decided; the note is its reason.
     Exit code 1: ranks hold different parameters, a loss is not finite, or
     the bytes do not add up.
     """
     from hipress.report.table import check_json, is_stdout, write_json
 
     check_json(json)
-    configs = _configs(
+    made = configs(
         hosts=hosts,
         rates=(rate or ("none" if loopback else "1gbit")).split(","),
         delay=delay,
@@ -100,14 +104,14 @@ def train(
         device=device,
         is_shaped=not loopback,
     )
-    rows = _rows(configs, timeout)
+    rows = _rows(made, timeout)
     _print_rows(rows, to_stderr=is_stdout(json))
     if json is not None:
         write_json(json, "bench train", rows)
     _cluster.tell_problems(rows)
 
 
-def _configs(
+def configs(
     *,
     hosts: int,
     rates: list[str],
@@ -127,7 +131,7 @@ def _configs(
     import hipress
     from hipress.casync.strategies import check
     from hipress.lab.links import parse_rate
-    from hipress.report.train_rows import Config
+    from hipress.report.train_rows import AUTO, Config
     from hipress.report.train_worker import check_hook
     from hipress.train.models import model
 
@@ -140,12 +144,13 @@ def _configs(
     for hook in hooks:
         check_hook(hook)
     for expression in codecs:
-        hipress.codec(expression)
+        if expression != AUTO:
+            hipress.codec(expression)
     for strategy in strategies:
         check(strategy)
     _cluster.check_device(device)
     _cluster.check_network(rates, delay, is_shaped=is_shaped)
-    configs = [
+    found = [
         Config(
             num_hosts=hosts,
             rate=rate,
@@ -167,14 +172,14 @@ def _configs(
         for name, line in lines.items()
         for rate in dict.fromkeys(rate.strip() for rate in rates)
     ]
-    for config in configs:
+    for config in found:
         _cluster.check_memory(
             f"model {config.model!r}",
             hosts * (PROCESS_BYTES + _num_copies(config) * config.size_bytes),
             "give fewer --hosts, --hooks, codecs or strategies",
             device,
         )
-    return configs
+    return found
 
 
 def _num_copies(config: Config) -> int:
@@ -197,11 +202,11 @@ def _rows(configs: list[Config], timeout: float | None) -> list[dict[str, Any]]:
     with progress_bar(len(configs)) as begin:
         for config in configs:
             label = f"{config.model}, {config.rate}"
-            found += rows(config, _run(config, timeout, begin(label)))
+            found += rows(config, run(config, timeout, begin(label)))
     return found
 
 
-def _run(config: Config, timeout: float | None, on_part: Callable[[float], None]) -> dict[str, Any]:
+def run(config: Config, timeout: float | None, on_part: Callable[[float], None]) -> dict[str, Any]:
     """Run the worker on all ranks of a lab of its own and return what rank 0 wrote."""
     # Torch's PowerSGD waits for the GPU wherever there is one, and fails for a CPU's gradients.
     env = {"CUDA_VISIBLE_DEVICES": ""} if config.device == "cpu" else {}

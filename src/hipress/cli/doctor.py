@@ -1,4 +1,6 @@
-"""`hipress doctor`: what this machine has, what is missing, and which backend will be used."""
+"""`hipress doctor`: what this machine has, what is missing, which backend will be used; and
+what compression would give a job.
+"""
 
 import json
 import os
@@ -6,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +17,9 @@ from hipress import settings
 from hipress.cli import _machine
 from hipress.cli._machine import Facts
 from hipress.errors import HipressError
+
+if TYPE_CHECKING:
+    from hipress.cli._doctor_job import Job
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "data": ("pillow", "scikit-learn"),
@@ -31,13 +36,40 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 app = typer.Typer()
 
 
-@app.command(epilog="Example: hipress doctor --json")
+@app.command(epilog="Example: hipress doctor --model resnet50 --hosts 8 --rate 10gbit")
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A built-in model (docs/models.md): say what compression would give it."),
+    ] = None,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="Hosts of that job; 4 if not given.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Rate of each host's link; 1gbit if not given.")
+    ] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="Codecs, with commas between; int8,onebit if not given.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples per host and step; the model's own if not.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object in place of the table.")
     ] = False,
 ) -> None:
-    """Say what this machine has, what is missing, and which backend will be used and why."""
+    """Say what this machine has, what is missing, and which backend will be used and why.
+
+    With --model: say what compression would give that job, how sure this is,
+    and what limits it. The model's step and the codecs are timed here, for a
+    few seconds; every host is taken to be a machine like this one.
+    """
+    from hipress.cli import _doctor_job
+
+    job = _doctor_job.read_job(model, hosts, rate, codec, batch)
+    if job is not None:
+        _examine_job(job, as_json)
+        return
     report = examine()
     if as_json:
         print(json.dumps(report, indent=2))
@@ -47,6 +79,19 @@ def doctor(
         for problem in report["problems"]:
             print(f"hipress: can not work here: {problem}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _examine_job(job: "Job", as_json: bool) -> None:
+    """What compression would give a job: one paragraph and a table."""
+    from hipress.cli import _doctor_job, _doctor_words
+    from hipress.report.table import progress_bar
+
+    with progress_bar(1) as begin:
+        found = _doctor_job.examine_job(job, begin(f"timing {job.model}"))
+    if as_json:
+        print(json.dumps(_doctor_words.as_json(found), indent=2))
+        return
+    _doctor_words.show(found)
 
 
 def examine() -> Facts:

@@ -55,6 +55,11 @@ COMMANDS: dict[str, Command] = {
     "compll": Command("hipress.cli.compll", "Compile, show and check a compression program."),
     "run": Command("hipress.cli.run", "Start a script on this machine or on many."),
     "lab": Command("hipress.cli.lab", "Run a command on an emulated cluster."),
+    "profile": Command("hipress.cli.profile", "Measure links, codecs and a model's backward."),
+    "plan": Command("hipress.cli.plan", "Decide what happens to each gradient, from a profile."),
+    "simulate": Command(
+        "hipress.cli.simulate", "Predict step times for other clusters, rates and codecs."
+    ),
     "doctor": Command("hipress.cli.doctor", "Say what this machine has and what will be used."),
 }
 """Name on the command line: the module that holds it, and its line in `hipress --help`."""

@@ -78,7 +78,7 @@ def train(
     codec: Annotated[
         str | None,
         typer.Option(
-            help="Expression, e.g. 'dgc(ratio=0.01)'; uncompressed: DDP as it comes.",
+            help="Expression, e.g. 'dgc(ratio=0.01)'; auto; uncompressed: DDP as it comes.",
             rich_help_panel=EXCHANGE,
         ),
     ] = None,
@@ -88,7 +88,10 @@ def train(
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(help="File that decides for each gradient.", rich_help_panel=EXCHANGE),
+        typer.Option(
+            help="File that decides for each gradient: plan.json, or SeCoPaPlan.txt with --codec.",
+            rich_help_panel=EXCHANGE,
+        ),
     ] = None,
     min_size: Annotated[
         int | None,

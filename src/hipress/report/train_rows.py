@@ -21,6 +21,8 @@ from hipress.report.timing import Timing
 COMPUTE = "compute"
 """The variant without any exchange: the bound."""
 BASELINE = "ddp"
+AUTO = "auto"
+"""Stands for a codec: `attach` decides, among the other codecs of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,12 +32,14 @@ from torch.nn.parallel import DistributedDataParallel
 import hipress
 from hipress.errors import UsageError
 from hipress.report._ranks import Interface, largest, ranks_agree, tell
-from hipress.report.train_rows import BASELINE, COMPUTE, Config
+from hipress.report.train_rows import AUTO, BASELINE, COMPUTE, Config
 from hipress.torch import Sync
 from hipress.torch.advice import has_momentum
 
 WARM_UP_STEPS = 3
 """DDP lays its buckets out anew after the first; the third is PowerSGD's first."""
+MAX_SETTLE_STEPS = 200
+"""That `auto` may take to decide."""
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 
@@ -159,7 +161,7 @@ class _Worker:
             *(
                 self._ours(codec, strategy)
                 for codec in config.codecs
-                for strategy in config.strategies
+                for strategy in (config.strategies if codec != AUTO else (None,))
             ),
         ]
         self._num_done = 0
@@ -170,6 +172,8 @@ class _Worker:
             self._tell(f"warm up {one.label}")
             for _ in range(WARM_UP_STEPS):
                 self._step(one)
+            if one.codec == AUTO:
+                self._settle(one)
             self._check(one)
         self.interface.measure_idle()
         order = list(self.variants)
@@ -195,8 +199,24 @@ class _Worker:
             state=hook.register(ddp),
         )
 
-    def _ours(self, codec: str, strategy: str) -> _Variant:
+    def _settle(self, one: _Variant) -> None:
+        """Steps until `auto` has decided, which it does on all ranks in the same step."""
+        assert one.sync is not None
+        for _ in range(MAX_SETTLE_STEPS):
+            auto = one.sync.stats().auto
+            if auto is not None and auto.mode in ("plain", "compressed"):
+                one.note = auto.reason
+                return
+            self._step(one)
+        raise UsageError(f"auto has not decided within {MAX_SETTLE_STEPS} steps; report this.")
+
+    def _ours(self, codec: str, strategy: str | None) -> _Variant:
         ddp = self._ddp(self.config.bucket_mb)
+        others = [other for other in self.config.codecs if other != AUTO]
+        if codec == AUTO:
+            optimizer = _optimizer(ddp, MOMENTUM)
+            sync = hipress.attach(ddp, codecs=others or None, optimizer=optimizer)
+            return _Variant(label=AUTO, ddp=ddp, optimizer=optimizer, codec=AUTO, sync=sync)
         brings_momentum = has_momentum(hipress.codec(codec))
         optimizer = _optimizer(ddp, 0.0 if brings_momentum else MOMENTUM)
         return _Variant(

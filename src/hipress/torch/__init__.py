@@ -15,7 +15,7 @@ from hipress.codecs.base import Codec
 from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.settings import LOG, log_level
-from hipress.torch import selection
+from hipress.torch import advisor, auto, selection
 from hipress.torch.selection import MIN_SIZE
 from hipress.torch.stats import Stats
 from hipress.torch.sync import Settings, Sync
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["Stats", "Sync", "attach", "comm_hook"]
 
 DEFAULT_CODEC = "int8"
-"""Until a planner decides: the one that no optimizer minds."""
+"""Where nobody says and nobody can measure: the one that no optimizer minds."""
+AUTO = "auto"
+"""In place of a codec: measure, plan, and compress where it pays."""
 
 
 def attach(
@@ -46,14 +48,19 @@ def attach(
     log_every: int = 0,
     writer: Any = None,
     seed: int = 0,
+    codecs: Iterable[str] | None = None,
+    budget: float | str | None = None,
 ) -> Sync:
     """Compresses the gradients that a DDP model exchanges, while backward goes on.
 
-    Call it once on all ranks, after the model is wrapped and before the first step.
+    Call it once on all ranks, after the model is wrapped and before the first step. Without codec,
+    strategy and plan it measures in the first steps, makes plans, tries them, and compresses where
+    that is faster; later it goes on watching (docs/auto.md).
 
     Args:
         ddp_model: A `DistributedDataParallel`, also one that torch.compile has wrapped.
-        codec: An expression such as `onebit` or `dgc(ratio=0.01)`, or a codec; `int8` if None.
+        codec: An expression such as `onebit` or `dgc(ratio=0.01)`, or a codec; `auto`, also if
+            None, measures and decides; `int8` if only a strategy is given.
         strategy: `ps`, `ring`, `hierarchical` or `allreduce`; `ps` if None.
         plan: A plan or the path of one, which decides for each gradient instead.
         exclude: Parameters or modules that are left alone, by name or pattern (`*.embed.*`).
@@ -68,6 +75,10 @@ def attach(
         log_every: Log a line, and write scalars, every so many steps; 0: never.
         writer: A TensorBoard `SummaryWriter`, which gets scalars with every line of the log.
         seed: Of the random numbers that some codecs draw; the same on all ranks.
+        codecs: What auto may use; those that keep up with the optimizer if None: `bf16`, `fp16`,
+            `int8`, and `onebit` where `optimizer` is SGD without momentum.
+        budget: For auto: `careful`, `table` (all codecs that passed our convergence table), or
+            how much of a gradient's norm one message may lack.
 
     Returns:
         The exchange: `stats`, `state_dict`, `timeline`, `detach`.
@@ -90,8 +101,12 @@ def attach(
     ddp = _unwrapped(ddp_model)
     if not isinstance(enabled, bool):
         raise UsageError(f"enabled is {enabled!r}; give True or False.")
+    is_auto = _is_auto(codec, strategy, plan)
+    if not is_auto and (codecs is not None or budget is not None):
+        given = "codecs" if codecs is not None else "budget"
+        raise UsageError(f"{given} is for auto, and a codec or plan was given; give one of them.")
     asked = selection.rules(
-        codec=codec,
+        codec=None if is_auto else codec,
         strategy=strategy,
         plan=plan,
         exclude=exclude,
@@ -118,17 +133,21 @@ def attach(
         finds_unused=ddp.find_unused_parameters and not ddp.static_graph,
         bucket_numel=int(ddp.bucket_bytes_cap) // 4,
     )
-    _make_heard(settings)
+    may_use = advisor.allowed(codecs, budget, optimizer) if is_auto else ()
+    _make_heard(settings, is_auto=is_auto and enabled)
     sync = Sync(asked, settings, ddp.process_group, enabled=enabled)
     if not enabled:
         return sync
     if not named:
         raise UsageError("the model has no parameter that is trained; there is nothing to attach.")
     engine = sync.open(named[0][1].device)
+    if is_auto:
+        sync.auto = auto.Auto(sync, advisor.Advisor(may_use, budget))
     try:
         # Backward makes the gradients of the last layers first.
         sync.register(reversed(named), selection.sparse_names(ddp.module))
-        engine.agree("attach", _facts(sync, ddp))
+        told = {"codecs for auto": list(may_use), "budget": budget}
+        engine.agree("attach", _facts(sync, ddp) | (told if is_auto else {}))
         _register(ddp, sync)
     except BaseException:
         engine.close()
@@ -136,6 +155,8 @@ def attach(
     sync.others = frozenset(everything) - set(sync.gradients)
     sync.watch(ddp)
     sync.tell()
+    if sync.auto is not None:
+        sync.auto.start()
     return sync
 
 
@@ -177,6 +198,8 @@ def comm_hook(
         >>> state, hook = hipress.torch.comm_hook(codec="onebit")
         >>> # ddp_model.register_comm_hook(state, hook)
     """
+    if codec == AUTO:
+        raise UsageError("a bare hook has no model to measure; use attach, or name a codec.")
     asked = selection.rules(
         codec=codec,
         strategy=strategy,
@@ -202,6 +225,14 @@ def comm_hook(
 def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
     """What DDP calls for each bucket."""
     return state.on_bucket(bucket)
+
+
+def _is_auto(codec: Any, strategy: Any, plan: Any) -> bool:
+    """Whether nobody has decided, or said that auto shall."""
+    if codec == AUTO and (strategy is not None or plan is not None):
+        given = "strategy" if strategy is not None else "plan"
+        raise UsageError(f"codec 'auto' makes plans itself, and a {given} was given; give one.")
+    return codec == AUTO or (codec is None and strategy is None and plan is None)
 
 
 def _unwrapped(model: nn.Module) -> DistributedDataParallel:
@@ -238,11 +269,11 @@ def _settings(**given: Any) -> Settings:
     return Settings(**given)
 
 
-def _make_heard(asked: Settings) -> None:
+def _make_heard(asked: Settings, *, is_auto: bool = False) -> None:
     """Lets lines that the user asked for be seen, where the program has set up no logging."""
     logger = logging.getLogger("hipress")
     wanted = os.environ.get(LOG.name) is not None
-    if asked.log_every or wanted:
+    if asked.log_every or wanted or is_auto:
         level = log_level() if wanted else logging.INFO
         if not logger.isEnabledFor(level):
             logger.setLevel(level)

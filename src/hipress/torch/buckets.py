@@ -66,9 +66,10 @@ def grouped(
         at = span[1]
         choice = gradient.choice
         rate = rated.get(id(gradient.parameter)) if advice.has_momentum(choice.codec) else None
-        found.setdefault((choice.codec.name, choice.strategy, rate), []).append((gradient, span))
+        kind = (choice.codec.name, choice.strategy, rate, choice.bulk, choice.order)
+        found.setdefault(kind, []).append((gradient, span))
     groups = []
-    for (_, strategy, _), members in found.items():
+    for (_, strategy, *_), members in found.items():
         codec = members[0][0].choice.codec
         inside = tuple(gradient for gradient, _ in members)
         groups.append(
@@ -82,8 +83,13 @@ def grouped(
                 wants_weights=advice.decays(codec),
             )
         )
-    # What is compressed first: it takes longest.
-    return sorted(groups, key=lambda group: group.codec.name == "none")
+    return sorted(groups, key=_turn)
+
+
+def _turn(group: Group) -> int:
+    """When it starts: what is compressed first, which takes longest, unless the plan says more."""
+    order = group.gradients[0].choice.order
+    return int(group.codec.name == "none") if order is None else order
 
 
 def flat(parameter: torch.Tensor) -> torch.Tensor:

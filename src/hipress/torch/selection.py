@@ -15,7 +15,7 @@ from hipress.casync import strategies
 from hipress.codecs.base import Codec
 from hipress.codecs.table import codec as named_codec
 from hipress.errors import UsageError
-from hipress.plan import Plan
+from hipress.plan import ANY, Plan, plain_strategy
 
 MIN_SIZE = 4096
 """Elements; smaller gradients save little, and one dimension (norm, bias) costs most accuracy."""
@@ -25,6 +25,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 NONE = named_codec("none")
 
+NOT_ASKED = "codec 'none' was asked for"
 SPARSE = "its gradient is sparse, which is left to torch"
 
 
@@ -36,6 +37,10 @@ class Choice:
     """`none`: it is sent as it is."""
     strategy: str
     partitions: int | None = None
+    bulk: int | None = None
+    """Gradients of a bucket with the same number travel together; None: those decided alike."""
+    order: int | None = None
+    """Lower starts first among those of a bucket; what is compressed before the rest if None."""
     reason: str = ""
     """Why it is left alone."""
 
@@ -45,6 +50,7 @@ class Rules:
     """What the user asked for."""
 
     codec: Codec
+    """Of every gradient; with a plan, of those for which it leaves the codec open."""
     strategy: str
     plan: Plan | None = None
     exclude: tuple[str, ...] = ()
@@ -56,16 +62,24 @@ class Rules:
         reason = self._reason(name, parameter, sparse)
         if self.plan is not None and not reason:
             made = self.plan.decision(name)
+            way = self.strategy if made.is_compressed else plain_strategy(parameter.numel())
+            codec = self.codec if made.codec == ANY else named_codec(made.codec)
+            if not made.is_compressed:
+                reason = made.reason or "the plan says so"
+            elif codec.name == "none":
+                reason = NOT_ASKED
             return Choice(
-                codec=named_codec(made.codec),
-                strategy=made.strategy,
+                codec=codec,
+                strategy=way if made.strategy == ANY else made.strategy,
                 partitions=made.partitions,
-                reason=(made.reason or "the plan says so") if made.codec == "none" else "",
+                bulk=made.bulk,
+                order=made.order,
+                reason=reason,
             )
         if reason:
             return Choice(codec=NONE, strategy="ps", reason=reason)
         if self.codec.name == "none":
-            return Choice(codec=NONE, strategy=self.strategy, reason="codec 'none' was asked for")
+            return Choice(codec=NONE, strategy=self.strategy, reason=NOT_ASKED)
         return Choice(codec=self.codec, strategy=self.strategy)
 
     def _reason(self, name: str, parameter: torch.Tensor, sparse: frozenset[str]) -> str:
@@ -95,19 +109,27 @@ def rules(
     min_size: int,
     default_codec: str,
 ) -> Rules:
-    """What the user asked for, checked."""
-    if plan is not None and (codec is not None or strategy is not None):
-        given = "codec" if codec is not None else "strategy"
-        raise UsageError(f"attach was given a plan and a {given}; the plan decides both: give one.")
+    """What the user asked for, checked; codec and strategy fill in what a plan leaves open."""
+    loaded = Plan.read(plan) if plan is not None else None
+    if loaded is not None:
+        for given, is_given, is_open in (
+            ("codec", codec is not None, loaded.takes_codec),
+            ("strategy", strategy is not None, loaded.takes_strategy),
+        ):
+            if is_given and not is_open:
+                raise UsageError(
+                    f"attach was given a plan and a {given}; the plan decides both: give one."
+                )
     if codec is not None and not isinstance(codec, str | Codec):
         raise UsageError(f"codec is {codec!r}; give an expression such as 'onebit', or a codec.")
     if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 0:
         raise UsageError(f"min_size is {min_size!r}; give a number of elements, 0 for all.")
     strategies.check("ps" if strategy is None else strategy)
-    loaded = Plan.read(plan) if plan is not None else None
     for decision in loaded.gradients.values() if loaded is not None else ():
-        strategies.check(decision.strategy)
-        named_codec(decision.codec)
+        if decision.strategy != ANY:
+            strategies.check(decision.strategy)
+        if decision.codec != ANY:
+            named_codec(decision.codec)
     asked = default_codec if codec is None else codec
     return Rules(
         codec=named_codec(asked) if isinstance(asked, str) else asked,

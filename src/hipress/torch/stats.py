@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hipress.torch.auto import AutoStats
     from hipress.torch.sync import Sync
 
 
@@ -33,6 +34,8 @@ class Stats:
     """Of frames and other buffers."""
     skipped: dict[str, str]
     """Gradients that are sent as they are, and why."""
+    auto: AutoStats | None = None
+    """Where `auto` stands; None: codec or plan were given."""
 
     @classmethod
     def of(cls, sync: Sync) -> Stats:
@@ -65,6 +68,7 @@ class Stats:
             state_bytes=state,
             buffer_bytes=buffers,
             skipped=skipped,
+            auto=None if sync.auto is None else sync.auto.stats(),
         )
 
 

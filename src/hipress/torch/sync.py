@@ -4,7 +4,8 @@
     every bucket    its gradients go to the engine, grouped by what is decided for them
     last bucket     DDP waits for all and hands the means out; then the step ends
 
-DDP takes one hook, once. So all that changes during a run (warm-up, `detach`) changes in here.
+DDP takes one hook, once. So all that changes during a run (warm-up, `detach`, the plans of `auto`)
+changes in here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from hipress.casync.pieces import GPU_SHARE_NUMEL, Dealer, Place
 from hipress.casync.recipe import piece_numel
 from hipress.casync.world import engine_of
 from hipress.errors import UsageError
+from hipress.plan import Plan
 from hipress.torch import advice, checkpoint, replicas, selection
+from hipress.torch.auto import Auto
 from hipress.torch.buckets import Gradient, Group, flat, grouped
 from hipress.torch.selection import NONE, Rules
 from hipress.torch.stats import Stats, log_line, write_scalars
@@ -84,6 +87,10 @@ class Sync:
         """A checkpoint, until the step after it is done."""
         self.others: frozenset[str] = frozenset()
         """Parameters without a gradient: frozen, or ignored by DDP."""
+        self.sparse: frozenset[str] = frozenset()
+        """Gradients that torch exchanges as they are."""
+        self.auto: Auto | None = None
+        """Decides from step to step, where nobody else did."""
         self._by_parameter: dict[int, Gradient] = {}
         self._dealer: Dealer | None = None
         self._engine: Engine | None = None
@@ -116,7 +123,8 @@ class Sync:
 
     def state_dict(self) -> dict[str, Any]:
         """All ranks' memory, complete on every rank; collective. Loads with weights_only=True."""
-        return checkpoint.save(self)
+        state = checkpoint.save(self)
+        return state if self.auto is None else self.auto.saved(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on where another run stopped, with any number of ranks; collective."""
@@ -143,7 +151,7 @@ class Sync:
         if self._detached:
             raise UsageError("this exchange is detached; there is nothing to record.")
         engine = self.engine
-        module = None if self._module is None else self._module()
+        module = self.module
         if module is None:
             raise UsageError("timeline needs the model, which a bare hook does not know; attach.")
         problem = None
@@ -160,9 +168,32 @@ class Sync:
         self._tracer.begin(path, steps)
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None: there is none, or `auto` leaves all to plain all-reduce."""
+        return self.rules.plan if self.auto is None else self.auto.plan
+
+    @property
     def skipped(self) -> dict[str, str]:
         """Gradients that are sent as they are, and why."""
-        return selection.skipped({name: g.choice for name, g in self.gradients.items()})
+        found = selection.skipped({name: g.choice for name, g in self.gradients.items()})
+        return found if self.auto is None else self.auto.skipped(found)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The DDP model, while there is one and it is known."""
+        return None if self._module is None else self._module()
+
+    @property
+    def bucket_names(self) -> tuple[tuple[str, ...], ...]:
+        """Gradients as DDP puts them together, in its order, as far as buckets were seen."""
+        found: list[tuple[str, ...]] = []
+        seen: set[int] = set()
+        for index in sorted(self._buckets):
+            known = self._buckets[index][0]
+            if not seen.intersection(known):  # else of the first step, before DDP made them anew
+                found.append(tuple(self._by_parameter[one].name for one in known))
+                seen.update(known)
+        return tuple(found)
 
     @property
     def engine(self) -> Engine:
@@ -194,30 +225,41 @@ class Sync:
         self, named: Iterable[tuple[str, torch.Tensor]], sparse: frozenset[str] = frozenset()
     ) -> None:
         """Decides for gradients, in the order in which backward makes them."""
-        assert self._dealer is not None and self._engine is not None
-        num_ranks = self._engine.transport.num_ranks
+        self.sparse |= sparse
         for name, parameter in named:
-            choice = self.rules.choice(name, parameter, sparse)
-            places: tuple[Place, ...] = ()
-            if choice.codec.name != "none":
-                numel = parameter.numel()
-                # Every rank should find work in every bucket.
-                least = GPU_SHARE_NUMEL if parameter.is_cuda else 1
-                most = min(
-                    piece_numel(choice.codec, parameter.device, self._engine.options),
-                    max(self.settings.bucket_numel // num_ranks, least),
-                )
-                places = self._dealer.place(numel, most, choice.partitions)
-            gradient = Gradient(name=name, parameter=parameter, choice=choice, places=places)
-            self.gradients[name] = gradient
-            self._by_parameter[id(parameter)] = gradient
-            checkpoint.restore(self, gradient)
+            checkpoint.restore(self, self._lay_out(name, parameter))
+
+    def lay_out(self) -> None:
+        """Decides anew for all gradients, which no codec remembers anything of."""
+        assert self._engine is not None
+        self._dealer = Dealer(self._engine.transport.num_ranks)
+        self._buckets.clear()
+        for gradient in list(self.gradients.values()):
+            self._lay_out(gradient.name, gradient.parameter)
+
+    def _lay_out(self, name: str, parameter: torch.Tensor) -> Gradient:
+        assert self._dealer is not None and self._engine is not None
+        decider = self.rules if self.auto is None else self.auto
+        choice = decider.choice(name, parameter, self.sparse)
+        places: tuple[Place, ...] = ()
+        if choice.codec.name != "none":
+            # Every rank should find work in every bucket.
+            least = GPU_SHARE_NUMEL if parameter.is_cuda else 1
+            most = min(
+                piece_numel(choice.codec, parameter.device, self._engine.options),
+                max(self.settings.bucket_numel // self._engine.transport.num_ranks, least),
+            )
+            places = self._dealer.place(parameter.numel(), most, choice.partitions)
+        gradient = Gradient(name=name, parameter=parameter, choice=choice, places=places)
+        self.gradients[name] = gradient
+        self._by_parameter[id(parameter)] = gradient
+        return gradient
 
     def tell(self) -> None:
         """Says on rank 0 what is compressed and what is not, and warns of the optimizer."""
         compressed = [g for g in self.gradients.values() if g.is_compressed]
         assert self._engine is not None
-        if self._engine.transport.rank != 0:
+        if self._engine.transport.rank != 0 or self.auto is not None:
             return
         total = sum(g.parameter.numel() for g in self.gradients.values())
         inside = sum(g.parameter.numel() for g in compressed)
@@ -255,9 +297,12 @@ class Sync:
         if self._engine is None:
             self.open(buffer.device)
         index, is_last = bucket.index(), bucket.is_last()
-        groups = self._groups(bucket, buffer)
         if index == 0:
             self._watchdog.go_in()
+            if self.auto is not None and not self._flushes:
+                self.auto.begin()
+        groups = self._groups(bucket, buffer)
+        if index == 0:
             self._begin_step()
         if self._tracer is not None:
             names = [name for group in groups for name in group.names]
@@ -268,11 +313,14 @@ class Sync:
         return future
 
     def _exchange(self, groups: list[Group], buffer: torch.Tensor) -> Future:
+        auto = self.auto
         if not groups:  # nothing that codecs take
             return self._leave_to_torch(buffer)
-        if self._flushes:
-            self.pay(groups, buffer, flush=True)
-            self._under_way.append((groups, buffer))
+        flushes = self._flushes or (auto is not None and auto.flushes)
+        if flushes or (auto is not None and (auto.is_plain or not _has_codec(groups))):
+            if flushes or self.owed:
+                self.pay(groups, buffer, flush=flushes)
+                self._under_way.append((groups, buffer))
             return self._leave_to_torch(buffer)
         self.pay(groups, buffer)
         self._under_way.append((groups, buffer))
@@ -309,7 +357,7 @@ class Sync:
                 values = buffer[start:stop]
                 if (owed := self.owed.pop(gradient.name, None)) is not None:
                     values.add_(owed.to(values.device))
-                if flush:
+                if flush and gradient.is_compressed:
                     engine.settle()
                     values.add_(checkpoint.unsent(engine, gradient))
             if flush:
@@ -323,10 +371,29 @@ class Sync:
         num_ranks = group.size()
         if buffer.layout is torch.strided:  # of others torch does not tell
             self._plain_bytes += 2 * (num_ranks - 1) * buffer.nbytes // num_ranks
-        buffer.div_(num_ranks)
-        work: Any = dist.all_reduce(buffer, group=group, async_op=True)
-        future: Future = work.get_future().then(lambda done: done.value()[0])
-        return future
+        if num_ranks > 1:
+            buffer.mul_(1 / num_ranks)  # as DDP does: a division takes twice as long
+        if self.auto is None or self._detached:
+            work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+            future: Future = work.get_future().then(lambda done: done.value()[0])
+            return future
+        if num_ranks == 1:
+            future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+            future.set_result(buffer)
+            return future
+        try:
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+        except RuntimeError as error:
+            raise self.engine.explain(error) from error
+        return cast(Future, work.get_future().then(partial(self._taken, buffer)))
+
+    def _taken(self, buffer: torch.Tensor, done: Any) -> torch.Tensor:
+        """What torch has summed; a rank that is gone is named, as with codecs."""
+        try:
+            return cast(torch.Tensor, done.value()[0])
+        except RuntimeError as error:
+            self._note_failure(buffer, self.engine.explain(error))
+            return buffer
 
     def _begin_step(self) -> None:
         every = self.settings.check_every
@@ -367,7 +434,8 @@ class Sync:
                 self._tracer.finish()
             if self.engine.transport.rank == 0:
                 _log.info("detached after step %d: plain all-reduce from here on.", self.step)
-        if self.loaded is not None and self.step > self.settings.warmup_steps:
+        is_taken = self.auto is None or self.auto.loses_offers
+        if self.loaded is not None and self.step > self.settings.warmup_steps and is_taken:
             self.loaded = None
             self.engine.keeper.forget_offers()
         if self._tracer is not None:
@@ -378,6 +446,8 @@ class Sync:
             _log.info(log_line(self.step, stats))
             if self.settings.writer is not None:
                 write_scalars(self.settings.writer, self.step, stats)
+        if self.auto is not None and not (self._flushes or self._detached):
+            self.auto.end()
 
     def _on_lost(self, error: BaseException) -> None:
         """A rank is gone."""
@@ -393,7 +463,8 @@ class Sync:
             for group in groups:
                 for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
                     sent = buffer[start:stop]
-                    if gradient.is_compressed and self._was_left_out(gradient, sent):
+                    may_owe = gradient.is_compressed or self.auto is not None
+                    if may_owe and self._was_left_out(gradient, sent):
                         # A step with NaN is skipped, and drops what was sent in it.
                         if sent.isfinite().all() and sent.any():
                             self.owed[gradient.name] = sent.to(torch.float32, copy=True)
@@ -414,7 +485,7 @@ class Sync:
         Raises:
             AgreementError: They differ; it names the first parameter that does.
         """
-        module = None if self._module is None else self._module()
+        module = self.module
         named = [(name, g.parameter) for name, g in self.gradients.items()]
         if module is not None:  # with those that DDP knows nothing of
             inner, ignored = cast(Any, module).module, cast(Any, module).parameters_to_ignore
@@ -429,6 +500,8 @@ class Sync:
     def _follow_scale(self) -> None:
         """Brings the codecs' memory to the loss scale of this step."""
         scaler = self.settings.scaler
+        if self.auto is not None and self.auto.holds_nothing and not self.owed:
+            return  # reading the scale would make the host wait for a GPU
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         if scale != self.scale:
             ratio = scale / self.scale
@@ -470,3 +543,7 @@ class Sync:
         groups = grouped(gradients, self.settings.optimizer)
         self._buckets[bucket.index()] = (known, groups)
         return groups
+
+
+def _has_codec(groups: Sequence[Group]) -> bool:
+    return any(gradient.is_compressed for group in groups for gradient in group.gradients)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hipress.errors import UsageError
+from hipress.plan import Plan
 from hipress.train.rates import Schedule
 from hipress.train.virtual_sync import PLAIN
 
@@ -15,6 +16,8 @@ AMP = ("off", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 TEXTS = ("text", "parallel-text")
+AUTO = "auto"
+"""In place of a codec: measure, plan, and compress where it pays."""
 DEFAULT_MOMENTUM = 0.9
 DEFAULT_DECAY = 0.1
 DEFAULT_RATE = {"sgd": 0.01, "adam": 0.001, "adamw": 0.001}
@@ -29,9 +32,10 @@ class Config:
     paths: tuple[Path, ...] = ()
     """Folder or files of the data."""
     codec: str | None = None
-    """An expression, or `uncompressed` for DDP as it comes; see `settled` for None."""
+    """An expression, `auto`, or `uncompressed` for DDP as it comes; see `settled` for None."""
     strategy: str | None = None
     plan: Path | None = None
+    """A file; codec and strategy fill in what it leaves open, as a SeCoPaPlan.txt does."""
     min_size: int | None = None
     """Elements; smaller gradients are left alone."""
     exclude: tuple[str, ...] = ()
@@ -147,7 +151,22 @@ class Config:
             raise UsageError("--resume needs --checkpoint DIR, the folder to go on from.")
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise UsageError("--checkpoint-every needs --checkpoint DIR, the folder to write to.")
-        if self.plan is not None and (self.codec is not None or self.strategy is not None):
+        self._check_plan()
+
+    def _check_plan(self) -> None:
+        """Raise a UsageError for a codec or strategy beside a plan that leaves none open."""
+        if self.codec == AUTO and (self.plan is not None or self.strategy is not None):
+            given = "--plan" if self.plan is not None else "--strategy"
+            raise UsageError(f"--codec {AUTO} makes plans itself; leave {given} out, or {AUTO}.")
+        if self.plan is None or (self.codec is None and self.strategy is None):
+            return
+        path = Path(self.plan)
+        if not path.exists() and path.suffix != ".json":
+            return  # Who reads it says so.
+        plan = Plan.load(path) if path.exists() else Plan()
+        fills_codec = self.codec is None or plan.takes_codec
+        fills_strategy = self.strategy is None or plan.takes_strategy
+        if not (fills_codec and fills_strategy):
             raise UsageError(
                 "--plan decides codec and strategy for each gradient; leave --codec and --strategy "
                 "out, or the plan."
@@ -174,9 +193,10 @@ class Config:
 
     @property
     def _of_exchange(self) -> list[str]:
-        """Options that were given and mean our exchange, besides codec and plan."""
+        """Options that were given and mean our exchange, besides the codec."""
         given = {
             "--strategy": self.strategy is not None,
+            "--plan": self.plan is not None,
             "--timeline": self.timeline is not None,
             "--check-every": self.check_every > 0,
             "--plain-steps": self.plain_steps > 0,

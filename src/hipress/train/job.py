@@ -28,7 +28,7 @@ from hipress.errors import HipressError, TrainingError, UsageError
 from hipress.torch import DEFAULT_CODEC, selection
 from hipress.torch.replicas import compare
 from hipress.train import checkpoints, going_on, models, optimizers
-from hipress.train.config import Config
+from hipress.train.config import AUTO, Config
 from hipress.train.data import open_data
 from hipress.train.loading import batches, test_batches
 from hipress.train.pace import Pace
@@ -122,7 +122,10 @@ class Job:
         self.schedule = config.schedule(self.num_steps / per_epoch, per_epoch)
         if config.checkpoint is not None:
             checkpoints.check_folder(config.checkpoint, resumes=config.resume)
-        self.rules = selection.rules(**self._asked(), default_codec=DEFAULT_CODEC)
+        asked = self._asked()
+        if config.codec == AUTO:  # uses no codec that brings momentum
+            asked["codec"] = None
+        self.rules = selection.rules(**asked, default_codec=DEFAULT_CODEC)
         self._is_foreign = line.task is None
         self.model = line.make(config.seed, **self.data.sizes)
         selection.check_names(self.rules, [name for name, _ in self.model.named_parameters()])
@@ -200,7 +203,7 @@ class Job:
             num_train=self.data.num_train,
             num_test=self.data.num_test,
             codec=codec,
-            strategy=None if codec in (PLAIN, "plan") else sync.rules.strategy,
+            strategy=None if codec in (PLAIN, AUTO, "plan") else sync.rules.strategy,
             num_compressed=len(compressed),
             num_gradients=len(sizes),
             compressed_share=sum(sizes[name] for name in compressed) / sum(sizes.values()),

@@ -441,11 +441,11 @@ def choices(rank, num_ranks, folder):
     path.write_text(json.dumps({"version": 1, "gradients": decisions}))
     plan = Plan(gradients={"3.weight": {"codec": "onebit"}, "5.bias": Decision(codec="int8")})
     cases = {
-        "default": {},
-        "exclude": {"exclude": ["3", "*5.w*"]},
-        "include": {"include": "3.bias"},
-        "min_size": {"min_size": 20_000},
-        "all": {"min_size": 0, "include": "*"},
+        "default": {"strategy": "ps"},
+        "exclude": {"codec": "int8", "exclude": ["3", "*5.w*"]},
+        "include": {"codec": "int8", "include": "3.bias"},
+        "min_size": {"codec": "int8", "min_size": 20_000},
+        "all": {"codec": "int8", "min_size": 0, "include": "*"},
         "plan": {"plan": plan},
         "file": {"plan": str(path)},
     }

@@ -1,0 +1,122 @@
+"""One setting of a sweep: a profile, a number of ranks, and what is played there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hipress.plan import Decision, Plan
+from hipress.profile import Profile
+from hipress.secopa.search import search
+from hipress.secopa.simulate import Simulated, Simulator
+from hipress.secopa.what_if import WholeCluster, uniform
+
+PLAN = "plan"
+"""The label of a plan that was searched for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is played on one cluster."""
+
+    profile: Profile
+    num_ranks: int
+    codecs: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ("ps", "ring")
+    rate: str | None = None
+    """As the user wrote it; None: as measured."""
+    plan: Plan | None = None
+    """Played besides."""
+    plan_name: str = ""
+    auto: bool = False
+    """Whether the best plan is looked for."""
+    patience_s: float = 10.0
+    """For how long."""
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def simulator(self) -> Simulator:
+        """Plays it."""
+        if "simulator" not in self._cache:
+            self._cache["simulator"] = WholeCluster(self.profile, self.num_ranks)
+        found: Simulator = self._cache["simulator"]
+        return found
+
+    @property
+    def num_choices(self) -> int:
+        """Rows besides the plain one."""
+        fixed = len(self.codecs) * len(self.strategies)
+        return (fixed if self.num_ranks > 1 else 0) + (self.plan is not None) + self.auto
+
+    def rows(
+        self, on_part: Callable[[float], None] = lambda fraction: None
+    ) -> list[dict[str, Any]]:
+        """A row for plain all-reduce, and one for each choice."""
+        plain = self.simulator.play(None)
+        alone_s = Simulator(self.profile, 1).step_s(None)
+        rows = [self._row("none", "allreduce", plain, plain, alone_s)]
+        for done, (codec, strategy, plan) in enumerate(self._choices()):
+            on_part(done / self.num_choices)
+            played = plain if plan is None else self.simulator.play(plan)
+            rows.append(self._row(codec, strategy, played, plain, alone_s))
+        return rows
+
+    def write_timeline(self, path: Path) -> str:
+        """Plays the first choice, or plain where there is none, and writes its timeline.
+
+        Returns:
+            What was played, in words.
+        """
+        import json
+
+        from hipress.secopa.timeline_of import traces
+        from hipress.timeline import chrome_trace
+
+        codec, strategy, plan = next(self._choices(), ("none", "allreduce", None))
+        played = self.simulator.play(plan, record=True)
+        trace = chrome_trace(traces(played, device=self.profile.machine.device))
+        path.write_text(json.dumps(trace) + "\n")
+        shown = len({span.rank for span in played.played.spans})
+        stands = ", one of which stands for all" if shown < self.num_ranks else ""
+        return f"{codec} {strategy or ''}".strip() + f" on {self.num_ranks} ranks{stands}"
+
+    def _choices(self) -> Iterator[tuple[str, str | None, Mapping[str, Decision] | None]]:
+        """Codec, strategy and decisions; without decisions all is left to DDP."""
+        if self.num_ranks > 1:
+            for codec in self.codecs:
+                for strategy in self.strategies:
+                    yield codec, strategy, uniform(self.profile, codec, strategy)
+        if self.plan is not None:
+            yield self.plan_name, None, self.plan.gradients
+        if self.auto:
+            found = search(
+                self.profile,
+                num_ranks=self.num_ranks,
+                strategies=self.strategies,
+                codecs=self.codecs or None,
+                patience_s=self.patience_s,
+            ).plan
+            yield PLAN, None, found.gradients if found.num_compressed else None
+
+    def _row(
+        self,
+        codec: str,
+        strategy: str | None,
+        played: Simulated,
+        plain: Simulated,
+        alone_s: float,
+    ) -> dict[str, Any]:
+        return {
+            "nodes": self.num_ranks,
+            "rate": self.rate,
+            "bytes_per_s": self.profile.network.bytes_per_s,
+            "codec": codec,
+            "strategy": strategy,
+            "step_s": played.step_s,
+            "speedup": plain.step_s / played.step_s,
+            "exposed_s": played.exposed_s,
+            "bytes_per_rank": played.played.sent_bytes,
+            "efficiency": alone_s / played.step_s,
+        }

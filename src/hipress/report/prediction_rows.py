@@ -1,0 +1,73 @@
+"""Rows that set a simulated step beside the measured one, and how far they are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from hipress.plan import Decision, Plan
+from hipress.profile import Profile
+from hipress.secopa.budget import exempt
+from hipress.secopa.simulate import Simulator
+
+MEDIAN_BAR, WORST_BAR = 0.12, 0.30
+"""What the product promises."""
+
+
+def uniform(profile: Profile, codec: str, strategy: str) -> Plan:
+    """Everything that is not exempt with one codec and strategy, as `attach` does."""
+    assert profile.model is not None
+    return Plan(
+        gradients={
+            gradient.name: Decision(codec="none", strategy="ps")
+            if exempt(gradient)
+            else Decision(codec=codec, strategy=strategy)
+            for gradient in profile.model.gradients
+        }
+    )
+
+
+def rows(
+    profile: Profile, measured: Iterable[Mapping[str, Any]], baseline: str
+) -> list[dict[str, Any]]:
+    """One for each measured variant that can be simulated.
+
+    Args:
+        profile: Of the same cluster and model, measured apart from them.
+        measured: Rows of `bench train`.
+        baseline: The variant that is DDP as it comes.
+    """
+    simulator = Simulator(profile)
+    found = []
+    for row in measured:
+        if row["codec"] is not None:
+            plan = uniform(profile, row["codec"], row["strategy"])
+            simulated_s = simulator.step_s(plan)
+        elif row["variant"] == baseline:
+            simulated_s = simulator.step_s(None)
+        else:
+            continue
+        measured_s = row["seconds_median"]
+        found.append(
+            {
+                "model": row["model"],
+                "hosts": row["hosts"],
+                "rate": row["rate"],
+                "codec": row["codec"],
+                "strategy": row["strategy"],
+                "measured_seconds": measured_s,
+                "measured_p20": row["seconds_p20"],
+                "measured_p80": row["seconds_p80"],
+                "simulated_seconds": simulated_s,
+                "error": simulated_s / measured_s - 1,
+                "problem": row["problem"],
+            }
+        )
+    return found
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The median and the largest of the errors, without their sign."""
+    errors = [abs(row["error"]) for row in found]
+    return median(errors), max(errors)

@@ -1,0 +1,1 @@
+"""SeCoPa: which gradients to compress, how, and in how many slices; what a step will take."""

@@ -1,0 +1,127 @@
+"""Other questions to the same profile: another rate, machines of their own, one choice for all."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+
+from hipress.errors import UsageError
+from hipress.plan import Decision, plain_strategy
+from hipress.profile import Curve, Profile
+from hipress.secopa.budget import exempt
+from hipress.secopa.simulate import FREE, Simulator
+
+EFFICIENCY = 0.94
+"""Of a link's rate, that TCP gets through: what a lab of four hosts at 1 Gbit was measured at."""
+
+MOST_WHOLE = 16
+"""Ranks up to which `WholeCluster` plays every one; that takes a second, and a tenth for one."""
+
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+
+
+class WholeCluster(Simulator):
+    """A simulator that plays more ranks than one that searches can afford."""
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are played: all, up to `MOST_WHOLE`."""
+        return tuple(range(self.num_ranks)) if self.num_ranks <= MOST_WHOLE else super().ranks
+
+
+def with_rate(profile: Profile, rate_bits: int) -> Profile:
+    """The profile with links of another rate.
+
+    The links keep the share of their rate that they were measured to bring (0.94 where the profile
+    does not know its rate). An all-reduce keeps the time that is not the wire's.
+
+    Args:
+        profile: Measured at one rate.
+        rate_bits: Bits per second, each way.
+    """
+    network = profile.network
+    share = EFFICIENCY
+    if network.rate_bits is not None:
+        share = min(network.bytes_per_s * 8 / network.rate_bits, 1.0)
+    bytes_per_s = share * rate_bits / 8
+    num = network.num_ranks
+    sent = 2 * (num - 1) / num
+    gather = network.all_gather
+    changed = network.model_copy(
+        update={
+            "bytes_per_s": bytes_per_s,
+            "rate_bits": rate_bits,
+            "all_reduce": _moved(network.all_reduce, sent, network.bytes_per_s, bytes_per_s),
+            "all_gather": gather and _moved(gather, num - 1, network.bytes_per_s, bytes_per_s),
+            "pairs": (),  # they were measured at the other rate
+        }
+    )
+    return profile.model_copy(update={"network": changed})
+
+
+def _moved(curve: Curve, sent: float, before: float, after: float) -> Curve:
+    """A curve whose part of the wire, so many times the bytes, is at another rate."""
+    host = max(curve.slope - sent / before, 0.0)
+    return curve.model_copy(update={"slope": sent / after + host})
+
+
+def on_own_machines(profile: Profile) -> Profile:
+    """The profile with every rank on a machine of its own, as large as the one they shared: what
+    the lab's numbers would be on real hosts."""
+    network = profile.network.model_copy(
+        update={"hosts": tuple(range(profile.network.num_ranks)), "local_bytes_per_s": None}
+    )
+    machine = profile.machine.model_copy(update={"num_ranks": 1, "num_device_ranks": 1})
+    return profile.model_copy(update={"network": network, "machine": machine})
+
+
+def with_plain(profile: Profile) -> Profile:
+    """The profile with costs of `none`: where it has none of its own, adding up costs nothing."""
+    if any(costs.codec == "none" for costs in profile.codecs):
+        return profile
+    return profile.model_copy(update={"codecs": (FREE, *profile.codecs)})
+
+
+def uniform(profile: Profile, codec: str, strategy: str) -> dict[str, Decision]:
+    """One codec and strategy for all gradients of a profile that are not exempt."""
+    assert profile.model is not None
+    found = {}
+    for gradient in profile.model.gradients:
+        numel = gradient.numel
+        if why := exempt(gradient):
+            plain = Decision(strategy=plain_strategy(numel), numel=numel, reason=why)
+            found[gradient.name] = plain
+        else:
+            found[gradient.name] = Decision(codec=codec, strategy=strategy, numel=numel)
+    return found
+
+
+def parse_rate(text: str) -> int:
+    """Bits per second of a rate that a user wrote.
+
+    Raises:
+        UsageError: It is no rate.
+
+    Example:
+        >>> parse_rate("2.5gbit")
+        2500000000
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([kmgt]bit)(/s|ps)?", text.strip().lower())
+    bits = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if bits < 1:
+        raise UsageError(
+            f"rate {text!r} is not a number above 0 and a unit ({', '.join(_UNITS)}); write "
+            "100mbit, 1gbit or 25gbit."
+        )
+    return bits
+
+
+def rate_text(rate_bits: float) -> str:
+    """A rate for people.
+
+    Example:
+        >>> rate_text(2.5e9), rate_text(100e6)
+        ('2.5gbit', '100mbit')
+    """
+    unit = next((u for u in reversed(_UNITS) if rate_bits >= _UNITS[u]), "kbit")
+    return f"{rate_bits / _UNITS[unit]:.3g}{unit}"

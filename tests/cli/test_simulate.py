@@ -1,0 +1,185 @@
+"""`hipress simulate`: tables, files, refusals, and how long large clusters take."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from hipress.cli import _layers
+from hipress.cli._sweep import Setting
+from hipress.cli.main import main
+from hipress.plan import Decision, Plan
+from hipress.secopa import presets, scaling
+from hipress.timeline import check_trace
+from tests.secopa.made_up import codec, profile
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/scaling-published-2026-11-15.json"
+
+
+def run(*argv):
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", *argv])
+    return stopped.value.code
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    made = profile(
+        backward_s=0.05,
+        latency_s=1e-4,
+        codecs=[codec("onebit", 1 / 32, 1e-10), codec("topk(ratio=0.01)", 0.02, 1e-10)],
+    )
+    made.save("profile.json")
+    return tmp_path
+
+
+def rows(*argv):
+    assert run("--profile", "profile.json", "--json", "rows.json", *argv) == 0
+    return json.loads(Path("rows.json").read_text())["rows"]
+
+
+def test_every_setting_begins_with_plain_all_reduce():
+    """Catches: a speed-up over something else than plain all-reduce of the same setting."""
+    found = rows("--nodes", "2,4", "--rate", "100mbit,1gbit", "--codec", "onebit")
+    assert [(row["rate"], row["nodes"], row["codec"]) for row in found[::3]] == [
+        ("100mbit", 2, "none"), ("100mbit", 4, "none"), ("1gbit", 2, "none"), ("1gbit", 4, "none"),
+    ]  # fmt: skip
+    for place in range(0, len(found), 3):
+        plain, *others = found[place : place + 3]
+        assert plain["speedup"] == 1.0
+        assert [row["strategy"] for row in others] == ["ps", "ring"]
+        for row in others:
+            assert row["speedup"] == pytest.approx(plain["step_s"] / row["step_s"])
+            assert row["bytes_per_rank"] < plain["bytes_per_rank"] / 16
+            assert row["efficiency"] == pytest.approx(0.05 / row["step_s"])
+
+
+def test_the_table_has_a_row_for_each(capsys):
+    """Catches: a table that lacks what the JSON has."""
+    assert run("--profile", "profile.json") == 0
+    out = capsys.readouterr().out
+    for text in ("nodes", "x", "exposed", "onebit", "topk(ratio=0.01)", "ring", "allreduce"):
+        assert text in out
+
+
+def test_a_name_without_options_finds_the_only_one_with_some():
+    """Catches: `--codec topk` refused where the profile has one topk."""
+    found = rows("--codec", "topk,none", "--strategy", "ps")
+    assert [row["codec"] for row in found] == ["none", "topk(ratio=0.01)"]
+
+
+def test_plans_are_played_besides():
+    """Catches: --plan or --auto without a row, or a plan that is worse than what it is made of."""
+    Plan(gradients={"g0": Decision(codec="onebit", strategy="ring")}).save("mine.json")
+    found = rows("--codec", "onebit", "--plan", "mine.json", "--auto")
+    assert [row["codec"] for row in found] == ["none", "onebit", "onebit", "mine.json", "plan"]
+    assert found[-1]["step_s"] <= min(row["step_s"] for row in found[:-1]) * 1.001
+    assert found[0]["step_s"] > found[3]["step_s"] > found[1]["step_s"]
+
+
+def test_own_machines_are_faster_than_a_shared_one():
+    """Catches: --own-machines that changes nothing."""
+    profile(num_local_ranks=4, cores=1.0, backward_s=0.5).save("profile.json")
+    shared = rows("--codec", "onebit")[0]["step_s"]
+    assert rows("--codec", "onebit", "--own-machines")[0]["step_s"] < shared / 2
+
+
+def test_a_timeline_of_the_first_setting(capsys):
+    """Catches: a file that Perfetto would not draw, or silence about which setting it shows."""
+    assert run("--profile", "profile.json", "--codec", "onebit", "--timeline", "t.json") == 0
+    trace = json.loads(Path("t.json").read_text())
+    assert check_trace(trace) == []
+    assert {event["pid"] for event in trace["traceEvents"]} == {1, 2, 3, 4}
+    assert "t.json: onebit ps on 4 ranks (the first of several settings)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sweep", [["--nodes", "2,4"], ["--rate", "1gbit,10gbit"]])
+def test_a_plot_is_a_png(sweep):
+    """Catches: a plot that fails for one kind of sweep."""
+    pytest.importorskip("matplotlib")
+    assert run("--profile", "profile.json", "--plot", "p.png", *sweep) == 0
+    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+
+
+PROFILE, PRESET = ["--profile", "profile.json"], ["--preset", "aws-v100", "--model", "mlp"]
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        ([], "give either --profile, a file of hipress profile, or --preset, one of aws-v100"),
+        ([*PROFILE, "--preset", "aws-v100"], "give either --profile"),
+        (["--preset", "dgx"], "preset 'dgx' is none of aws-v100, local-1080ti"),
+        (["--preset", "aws-v100", "--model", "vgg91"], "did you mean 'vgg19'?"),
+        ([*PROFILE, "--model", "vgg19"], "--model acts on --preset"),
+        ([*PROFILE, "--codec", "int8"], "--codec 'int8' is none of none, onebit, topk(ratio=0.01)"),
+        ([*PRESET, "--codec", "powersgd"], "is none of none, fp16, int8"),
+        ([*PROFILE, "--nodes", "0"], "--nodes '0' is not a whole number from 1 to 65536"),
+        ([*PROFILE, "--nodes", "2,x"], "--nodes 'x' is not a whole number"),
+        ([*PROFILE, "--rate", "fast"], "rate 'fast' is not a number above 0 and a unit"),
+        ([*PROFILE, "--strategy", "rnig"], "did you mean 'ring'?"),
+        (["--profile", "nothing.json"], "profile 'nothing.json' cannot be read"),
+        (["--published", "--nodes", "4"], "--nodes does not go with --published"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_refusals_are_one_sentence(argv, text, capsys):
+    """Catches: a traceback, or a message without the choices."""
+    assert run(*argv) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert err.count("\n") == 1
+    assert err.endswith(".\n")
+
+
+def test_layers_of_a_model_in_the_order_of_backward():
+    """Catches: gradients in the order of forward, or work that does not add up."""
+    layers, batch = _layers.layers("mlp")
+    assert batch == 8
+    assert [layer.name for layer in layers] == [
+        "4.bias", "4.weight", "2.bias", "2.weight", "0.bias", "0.weight",
+    ]  # fmt: skip
+    weights = sum(layer.numel for layer in layers if layer.dims == 2)
+    assert sum(layer.work for layer in layers) == pytest.approx(3 * 2 * 8 * weights)
+
+
+def test_published_curves_are_as_stored(monkeypatch, capsys):
+    """Catches: a simulator that has changed without the stored comparison, or a worse one."""
+    stored = {_key(row): row for row in json.loads(RESULTS.read_text())["rows"]}
+    monkeypatch.setattr(scaling, "NODES", (1, 2, 4))
+    assert run("--published", "--json", "-") == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)["rows"]
+    assert len(found) == 12
+    for row in found:
+        expected = stored[_key(row)]["simulated_speedup"]
+        assert row["simulated_speedup"] == pytest.approx(expected, rel=0.05)
+    assert "error of the speed-up: median" in captured.err
+
+
+def _key(row):
+    return (row["cluster"], row["model"], row["strategy"], row["nodes"])
+
+
+@pytest.mark.alone
+def test_128_nodes_of_bert_base_in_5_seconds():
+    """Catches: a simulation whose time grows with the number of ranks."""
+    layers, batch = _layers.layers("bert-base")
+    made = presets.profile(presets.preset("aws-v100"), "bert-base", layers, batch)
+    start = time.perf_counter()
+    found = Setting(profile=made, num_ranks=128, codecs=("onebit",)).rows()
+    assert time.perf_counter() - start < 5
+    assert [row["strategy"] for row in found] == ["allreduce", "ps", "ring"]
+
+
+@pytest.mark.alone
+def test_1024_nodes_work():
+    """Catches: graphs of 1,024 ranks that are too large to play."""
+    layers = [presets.Layer(name=f"g{k}", numel=10**7, dims=2, work=1e12) for k in range(4)]
+    made = presets.profile(presets.preset("aws-v100"), "resnet50", layers)
+    found = Setting(profile=made, num_ranks=1024, codecs=("onebit",)).rows()
+    assert len(found) == 3
+    assert all(row["step_s"] > found[0]["step_s"] * 0.01 for row in found)

@@ -1,0 +1,142 @@
+"""The planner: what pays is compressed, what does not is left alone, and every choice says why."""
+
+import pytest
+
+from hipress.errors import UsageError
+from hipress.plan import Plan
+from hipress.profile import Profile
+from hipress.secopa.budget import CAREFUL, PASSED, Budget
+from hipress.secopa.search import Found, search, shortlist
+from hipress.secopa.simulate import Simulator
+from tests.secopa.made_up import codec, profile
+
+CODECS = (
+    codec("none", 1.0),
+    codec("int8", 1 / 4, element_s=1e-9, task_s=2e-5, error=0.01),
+    codec("onebit", 1 / 32, element_s=1e-9, task_s=2e-5, error=0.6),
+)
+
+
+def made(**options: object) -> Profile:
+    return profile(**{"codecs": CODECS, **options})  # type: ignore[arg-type]
+
+
+def codecs_of(found: Found) -> set[str]:
+    return {decision.codec for decision in found.plan.gradients.values()}
+
+
+def test_a_slow_link_is_compressed_as_much_as_allowed():
+    found = search(made(bytes_per_s=1e7))
+    assert codecs_of(found) == {"onebit"}
+    assert found.step_s < found.plain_step_s / 10
+
+
+def test_a_fast_link_is_left_alone():
+    slow_codec = codec("onebit", 1 / 32, element_s=1e-7)
+    found = search(profile(bytes_per_s=1e11, codecs=[codec("none", 1.0), slow_codec]))
+    assert codecs_of(found) == {"none"}
+    assert found.step_s == found.plain_step_s
+    assert all("longer by" in d.reason for d in found.plan.gradients.values())
+
+
+def test_one_rank_has_nothing_to_exchange():
+    found = search(made(num_ranks=1))
+    assert codecs_of(found) == {"none"}
+    assert {d.reason for d in found.plan.gradients.values()} == {"one rank: nothing is exchanged"}
+
+
+def test_the_plan_is_never_worse_than_nothing_or_everything():
+    for rate in (1e7, 1e8, 1e9, 1e10):
+        found = search(made(bytes_per_s=rate, backward_s=0.05), patience_s=3.0)
+        assert found.step_s <= min([found.plain_step_s, *found.everything.values()]) * 1.003
+
+
+def test_what_backward_hides_is_left_alone():
+    # The first gradients have all of backward to travel; only the last must hurry.
+    found = search(made(numels=(7_000_000,) * 4, bytes_per_s=1e9, backward_s=1.0), patience_s=5.0)
+    decisions = list(found.plan.gradients.values())
+    assert not decisions[0].is_compressed
+    assert decisions[-1].is_compressed
+
+
+def test_small_gradients_and_vectors_are_exempt():
+    found = search(made(numels=(2**20, 100), bytes_per_s=1e6))
+    assert found.plan.decision("g1").reason == "100 elements, fewer than 4096"
+    flat = search(made(dims=1, bytes_per_s=1e6))
+    assert {d.reason for d in flat.plan.gradients.values()} == {"one dimension (norm or bias)"}
+
+
+def test_reasons_of_the_caller_count():
+    found = search(made(bytes_per_s=1e6), reasons={"g0": "excluded by 'g0'"})
+    assert found.plan.decision("g0").reason == "excluded by 'g0'"
+    assert found.plan.decision("g1").is_compressed
+
+
+def test_every_decision_carries_the_two_times():
+    found = search(made(bytes_per_s=1e7))
+    for decision in found.plan.gradients.values():
+        assert decision.compressed_s is not None and decision.plain_s is not None
+        assert decision.compressed_s < decision.plain_s
+        assert decision.reason.startswith("saves ")
+        assert decision.bulk is not None and decision.numel == 2**20
+
+
+def test_the_predicted_step_is_that_of_the_plan():
+    profile_ = made(bytes_per_s=1e8, backward_s=0.02)
+    found = search(profile_)
+    assert Simulator(profile_).step_s(found.plan) == pytest.approx(found.step_s)
+
+
+def test_a_plan_goes_through_a_file(tmp_path):
+    plan = search(made(bytes_per_s=1e7)).plan
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_codecs_that_are_named_are_the_ones():
+    found = search(made(bytes_per_s=1e7), codecs=["int8"])
+    assert codecs_of(found) == {"int8"}
+    with pytest.raises(UsageError, match=r"'dgc' is not in the profile"):
+        search(made(), codecs=["dgc"])
+
+
+def test_a_bound_keeps_coarse_codecs_away():
+    assert codecs_of(search(made(bytes_per_s=1e7), budget=Budget.read("0.1"))) == {"int8"}
+    found = search(made(bytes_per_s=1e7), budget=Budget.read(0.001))
+    assert codecs_of(found) == {"none"}
+
+
+def test_a_bound_is_on_each_layer():
+    profile_ = made(bytes_per_s=1e7)
+    assert profile_.model is not None
+    first = profile_.model.gradients[0].model_copy(update={"errors": {"onebit": 0.9}})
+    model = profile_.model.model_copy(update={"gradients": (first, *profile_.model.gradients[1:])})
+    found = search(
+        profile_.model_copy(update={"model": model}), codecs=["onebit"], budget=Budget.read(0.7)
+    )
+    assert not found.plan.decision("g0").is_compressed
+    assert "0.9 off, more than 0.7" in found.plan.decision("g0").reason
+    assert found.plan.decision("g1").codec == "onebit"
+
+
+@pytest.mark.parametrize("given", ["cheap", "0", 2.0, "nan", []])
+def test_a_budget_that_is_none_is_refused(given):
+    with pytest.raises(UsageError, match=r"budget .* is neither careful nor table nor a bound"):
+        Budget.read(given)
+
+
+def test_budgets_have_names():
+    assert Budget.read("careful").codecs == CAREFUL
+    assert Budget.read(None).codecs == Budget.read("table").codecs == PASSED
+
+
+def test_a_shortlist_holds_what_may_pay():
+    names = [one.label for one in shortlist(made(bytes_per_s=1e7), most=2)]
+    assert len(names) == 2 and any("onebit" in name for name in names)
+    slow_codec = codec("onebit", 1 / 32, element_s=1e-6)
+    assert shortlist(profile(bytes_per_s=1e11, codecs=[codec("none", 1.0), slow_codec])) == []
+
+
+def test_a_search_ends_with_its_patience():
+    found = search(made(bytes_per_s=1e8, numels=(2**20,) * 20), patience_s=0.0)
+    assert found.step_s <= min(found.everything.values())
