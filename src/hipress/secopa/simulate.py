@@ -142,7 +142,8 @@ class Simulator:
         """The slices of every compressed gradient, dealt out as the engine does."""
         dealer = Dealer(self.num_ranks)
         on_gpu = self.profile.machine.device == "cuda"
-        bucket_numel = int((self.model.bucket_mb or BUCKET_MB) * 2**20) // 4
+        full = int((self.model.bucket_mb or BUCKET_MB) * 2**20) // 4
+        bucket_numel = min(full, self.model.num_elements)
         found: dict[str, tuple[Place, ...]] = {}
         for gradient in self.model.gradients:
             made = decisions.get(gradient.name, LEFT_ALONE)

@@ -131,7 +131,8 @@ def attach(
         optimizer=optimizer,
         scaler=scaler,
         finds_unused=ddp.find_unused_parameters and not ddp.static_graph,
-        bucket_numel=int(ddp.bucket_bytes_cap) // 4,
+        # A model that does not fill a bucket is cut as finely as if it did.
+        bucket_numel=min(int(ddp.bucket_bytes_cap) // 4, sum(p.numel() for _, p in named)),
     )
     may_use = advisor.allowed(codecs, budget, optimizer) if is_auto else ()
     _make_heard(settings, is_auto=is_auto and enabled)

@@ -23,8 +23,9 @@ from torch import nn
 from hipress import settings as hipress_settings
 from hipress.casync.engine import Engine, Options
 from hipress.casync.handle import joint
-from hipress.casync.pieces import GPU_SHARE_NUMEL, Dealer, Place
+from hipress.casync.pieces import Dealer, Place
 from hipress.casync.recipe import piece_numel
+from hipress.casync.shape import slice_numel
 from hipress.casync.world import engine_of
 from hipress.errors import UsageError
 from hipress.plan import Plan
@@ -243,11 +244,11 @@ class Sync:
         choice = decider.choice(name, parameter, self.sparse)
         places: tuple[Place, ...] = ()
         if choice.codec.name != "none":
-            # Every rank should find work in every bucket.
-            least = GPU_SHARE_NUMEL if parameter.is_cuda else 1
-            most = min(
+            most = slice_numel(
                 piece_numel(choice.codec, parameter.device, self._engine.options),
-                max(self.settings.bucket_numel // self._engine.transport.num_ranks, least),
+                self.settings.bucket_numel,
+                self._engine.transport.num_ranks,
+                on_gpu=parameter.is_cuda,
             )
             places = self._dealer.place(parameter.numel(), most, choice.partitions)
         gradient = Gradient(name=name, parameter=parameter, choice=choice, places=places)
