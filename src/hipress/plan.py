@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hipress.errors import UsageError
+from hipress.profile import version_of
 
 VERSION = 2
 """Of what is written; 1, which is read too, had only codec, strategy, partitions and reason."""
@@ -188,7 +189,7 @@ class Plan(BaseModel):
         if isinstance(given, str | Path):
             return cls.load(given)
         if isinstance(given, dict):
-            return _checked(lambda: cls.model_validate(given), "of the call")
+            return _checked(lambda: cls.model_validate(given), given, "of the call")
         raise UsageError(
             f"plan is {given!r}; give the path of a plan.json, a Plan, or a dictionary."
         )
@@ -218,7 +219,7 @@ class Plan(BaseModel):
     def parse(cls, text: str, name: str = "given") -> Plan:
         """Reads a plan from its text: JSON where it begins with a brace; `name` is for errors."""
         if text.lstrip().startswith("{"):
-            return _checked(lambda: cls.model_validate_json(text), name)
+            return _checked(lambda: cls.model_validate_json(text), text, name)
         gradients: dict[str, Decision] = {}
         for number, line in enumerate(text.splitlines(), start=1):
             if not line.strip():
@@ -257,18 +258,19 @@ def _row(line: str) -> tuple[str, Decision]:
     )
 
 
-def _checked(made: Callable[[], Plan], name: str) -> Plan:
+def _checked(made: Callable[[], Plan], source: object, name: str) -> Plan:
+    version = version_of(source)
+    if version > VERSION:
+        raise UsageError(
+            f"plan {name} has version {version} and this hipress reads up to {VERSION}; update "
+            "hipress, or make the plan again."
+        )
     try:
         plan = made()
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise _no_plan(name, where, first["msg"]) from error
-    if plan.version > VERSION:
-        raise UsageError(
-            f"plan {name} has version {plan.version} and this hipress reads up to "
-            f"{VERSION}; update hipress, or make the plan again."
-        )
     # What an older one lacks has its default now, so it would be written as a new one.
     return plan.model_copy(update={"version": VERSION})
 

@@ -8,18 +8,37 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from hipress.errors import UsageError
 
 VERSION = 1
 
 
+def version_of(found: object) -> int:
+    """The version that a document says it has, before anything else of it is read: a newer one may
+    have fields that would be refused. 0 where it says none.
+
+    Example:
+        >>> version_of('{"version": 3}'), version_of({"version": 2}), version_of("not JSON")
+        (3, 2, 0)
+    """
+    if isinstance(found, str | bytes):
+        try:
+            found = from_json(found)
+        except ValueError:
+            return 0
+    version = found.get("version") if isinstance(found, dict) else None
+    return version if isinstance(version, int) else 0
+
+
 class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Curve(_Value):
@@ -79,7 +98,7 @@ class CodecCosts(_Value):
     """Work: the mean into the frame of the way back."""
     wire: Curve
     """Bytes of a worker's frame."""
-    back_wire: dict[int, Curve]
+    back_wire: dict[int, Curve] = Field(min_length=1)
     """Bytes of the frame of the way back, by the number of workers whose mean is in it."""
     piece_numel: int = Field(ge=1)
     """Elements of a piece, as the engine cuts them on this device."""
@@ -119,7 +138,7 @@ class Pair(_Value):
 class Network(_Value):
     """How ranks reach each other."""
 
-    hosts: tuple[int, ...]
+    hosts: tuple[int, ...] = Field(min_length=1)
     """The host of each rank."""
     latency_s: float = Field(ge=0)
     """From a send to its arrival, of an empty message."""
@@ -129,7 +148,7 @@ class Network(_Value):
     """Bits per second that the link is sold as, or shaped to; None where that is not known."""
     error: float = 0.0
     """Of the latency and the bytes per second, as a share."""
-    local_bytes_per_s: float | None = None
+    local_bytes_per_s: float | None = Field(default=None, gt=0)
     """The same between ranks of one host, where hosts have several."""
     message_work_s: float = Field(default=0.0, ge=0)
     """Work on the host to send a message and to take it in, shared by both ends."""
@@ -183,7 +202,7 @@ class ModelProfile(_Value):
     name: str = ""
     batch: int | None = None
     """Examples per rank and step."""
-    element_bytes: int = 4
+    element_bytes: int = Field(default=4, ge=1)
     forward_s: float = Field(ge=0)
     """Work before backward begins."""
     backward_s: float = Field(ge=0)
@@ -198,8 +217,26 @@ class ModelProfile(_Value):
     """In the order in which backward makes them."""
     buckets: tuple[tuple[str, ...], ...] = ()
     """Names of gradients as DDP puts them together, in its order; by its defaults if empty."""
-    bucket_mb: float | None = None
+    bucket_mb: float | None = Field(default=None, gt=0)
     """Of DDP, in MiB; None is its default: 25, the first 1."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> ModelProfile:
+        names = [gradient.name for gradient in self.gradients]
+        if twice := _twice(names):
+            raise ValueError(f"gradient {twice!r} is there twice")
+        if not self.buckets:
+            return self
+        held = [name for bucket in self.buckets for name in bucket]
+        if not all(self.buckets):
+            raise ValueError("a bucket is empty")
+        if twice := _twice(held):
+            raise ValueError(f"gradient {twice!r} is in two places of the buckets")
+        if unknown := [name for name in held if name not in set(names)]:
+            raise ValueError(f"a bucket holds {unknown[0]!r}, which is no gradient")
+        if missing := [name for name in names if name not in set(held)]:
+            raise ValueError(f"gradient {missing[0]!r} is in no bucket")
+        return self
 
     @property
     def num_elements(self) -> int:
@@ -210,7 +247,7 @@ class ModelProfile(_Value):
 class Profile(_Value):
     """All that was measured, on one cluster, for at most one model."""
 
-    version: int = VERSION
+    version: int = Field(default=VERSION, ge=1)
     made: str = ""
     """When, where and with which versions; for people."""
     machine: Machine
@@ -257,18 +294,24 @@ class Profile(_Value):
     @classmethod
     def parse(cls, text: str | bytes, name: str = "given") -> Profile:
         """Reads one from its JSON text; `name` names it in errors."""
+        version = version_of(text)
+        if version > VERSION:
+            raise UsageError(
+                f"profile {name} has version {version} and this hipress reads up to {VERSION}; "
+                "update hipress, or measure again."
+            )
         try:
-            profile = cls.model_validate_json(text)
+            return cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
+            why = first["msg"].removeprefix("Value error, ")
             raise UsageError(
-                f"profile {name} is not a profile: {where}: {first['msg']}; make one with "
+                f"profile {name} is not a profile: {where}: {why}; make one with "
                 "hipress profile -o profile.json."
             ) from error
-        if profile.version > VERSION:
-            raise UsageError(
-                f"profile {name} has version {profile.version} and this hipress reads up to "
-                f"{VERSION}; update hipress, or measure again."
-            )
-        return profile
+
+
+def _twice(names: Sequence[str]) -> str | None:
+    """The first name that is there a second time."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)

@@ -229,3 +229,41 @@ def test_what_happened_is_noted():
         if span.verb == "send" and span.rank == 0
     )
     assert sent == pytest.approx(step.played.sent_bytes)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "ring"])
+def test_one_rank_stands_for_all_of_a_model_with_few_slices(monkeypatch, strategy):
+    """Catches: hops between ranks that are not played, and so cost nothing."""
+    made = profile(
+        numels=(2_000_000,),
+        bytes_per_s=1e8,
+        codecs=[codec("none", 1.0), codec("int8", 1 / 4, element_s=1e-9)],
+    )
+    decisions = {"g0": Decision(codec="int8", strategy=strategy, partitions=4)}
+    monkeypatch.setattr(simulate, "MOST_PLAYED", 1)
+    alone_s = Simulator(made, 16).step_s(decisions)
+    monkeypatch.setattr(simulate, "MOST_PLAYED", 64)
+    assert alone_s == pytest.approx(Simulator(made, 16).step_s(decisions), rel=0.15)
+
+
+def test_fewer_ranks_have_more_of_their_machine():
+    made = profile(num_ranks=4, backward_s=1.0, bytes_per_s=1e12, cores=2.0, num_local_ranks=4)
+    assert Simulator(made, 2).step_s(None) == pytest.approx(1.0, rel=0.01)
+    assert Simulator(made, 4).step_s(None) == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4, 16])
+def test_time_on_a_shared_gpu_is_shared_already(num_ranks):
+    """Catches: ranks that share a GPU counted twice, or only up to some number of them."""
+    made = profile(num_ranks=4, backward_s=1.0, bytes_per_s=1e12)
+    machine = made.machine.model_copy(update={"device": "cuda", "num_device_ranks": 4})
+    made = made.model_copy(update={"machine": machine})
+    assert Simulator(made, num_ranks).step_s(None) == pytest.approx(1.0, rel=0.01)
+
+
+def test_bytes_of_an_all_reduce_are_those_it_must_send():
+    made = profile()
+    slow = made.network.all_reduce.model_copy(update={"slope": 2 * made.network.all_reduce.slope})
+    network = made.network.model_copy(update={"all_reduce": slow})
+    step = Simulator(made.model_copy(update={"network": network})).play(None)
+    assert step.played.sent_bytes == pytest.approx(2 * 3 / 4 * 16 * 2**20)

@@ -5,8 +5,9 @@ Here the probes of `casync` meet the models of `train`.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -155,22 +156,31 @@ def _model(config: Config, engine: Engine, meet: Callable[[], None]) -> ModelPro
     buckets.clear()  # those of the first step are made anew
     for _ in range(num_steps):
         step()
+    # All ranks, though one looks at it: DDP sends buffers, those of BatchNorm, in every forward.
+    torch.autograd.backward(loss(net, batch))
     errors = {}
     if engine.transport.rank == 0:
-        torch.autograd.backward(loss(net, batch))
-        gradients = {
-            name: parameter.grad
-            for name, parameter in named_gradients(net).items()
-            if parameter.grad is not None
-        }
-        errors = measure_errors(gradients, config.codecs)
+        errors = measure_errors(_usable(named_gradients(net)), config.codecs)
     seen.close()
     own = seen.profile(
         name=config.model or "", batch=config.batch or line.batch, skip=0, errors=errors
     )
-    own = own.model_copy(update={"buckets": tuple(buckets[k] for k in sorted(buckets))})
+    known = {gradient.name for gradient in own.gradients}
+    held = [tuple(one for one in buckets[k] if one in known) for k in sorted(buckets)]
+    own = own.model_copy(update={"buckets": tuple(filter(None, held))})
     told = engine.gather(own.model_dump_json().encode())
     return merged([ModelProfile.model_validate_json(one) for one in told]) if told else None
+
+
+def _usable(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of which an error can be told: not zero all over, and finite."""
+    found = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            norm = float(torch.linalg.vector_norm(parameter.grad.float()))
+            if 0.0 < norm < math.inf:
+                found[name] = parameter.grad
+    return found
 
 
 def _note_bucket(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations

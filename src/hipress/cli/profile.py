@@ -65,8 +65,11 @@ def profile(
         bool, typer.Option("--json", help="Print the profile as JSON on stdout, and only that.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds after which it is given up.")
-    ] = LONGEST_S,
+        float | None,
+        typer.Option(
+            min=1, help=f"Seconds after which it is given up; {LONGEST_S:g} if not given."
+        ),
+    ] = None,
 ) -> None:
     """Measure links, codecs and a model's backward, all ranks busy at once.
 
@@ -85,7 +88,12 @@ def profile(
             "this runs inside a job, whose ranks are measured: leave out --hosts, --rate, --delay "
             "and --loopback, or unset RANK and WORLD_SIZE to measure in the lab."
         )
-    check_json(output)
+    if in_job and timeout is not None:
+        raise UsageError(
+            "--timeout is of the lab; inside a job leave it out: the job's launcher ends it."
+        )
+    if not in_job or rank_of(os.environ) == "0":
+        check_json(output)  # makes the file and takes it away: not on all ranks at once
     _cluster.check_device(device)
     made = config(
         hosts=0 if in_job else hosts or HOSTS,
@@ -98,7 +106,7 @@ def profile(
         device=device,
         fresh=fresh,
     )
-    found = _in_job(made) if in_job else _in_lab(made, timeout)
+    found = _in_job(made) if in_job else _in_lab(made, timeout or LONGEST_S)
     if found is None:
         return  # not rank 0
     found.save(output)
@@ -121,6 +129,17 @@ def in_a_job(environ: Mapping[str, str]) -> bool:
     # A batch script has no step, and a shell that srun opened has one task.
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
     return bool(environ.get("SLURM_STEP_ID")) and tasks != "1"
+
+
+def rank_of(environ: Mapping[str, str]) -> str:
+    """The rank that a launcher has given this process.
+
+    Example:
+        >>> rank_of({"RANK": "1"}), rank_of({"SLURM_PROCID": "0"})
+        ('1', '0')
+    """
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+    return next((found for name in names if (found := environ.get(name))), "0")
 
 
 def config(

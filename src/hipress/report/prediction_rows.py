@@ -6,26 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from hipress.plan import Decision, Plan
 from hipress.profile import Profile
-from hipress.secopa.budget import exempt
 from hipress.secopa.simulate import Simulator
+from hipress.secopa.what_if import uniform
 
 MEDIAN_BAR, WORST_BAR = 0.12, 0.30
 """What the product promises."""
-
-
-def uniform(profile: Profile, codec: str, strategy: str) -> Plan:
-    """Everything that is not exempt with one codec and strategy, as `attach` does."""
-    assert profile.model is not None
-    return Plan(
-        gradients={
-            gradient.name: Decision(codec="none", strategy="ps")
-            if exempt(gradient)
-            else Decision(codec=codec, strategy=strategy)
-            for gradient in profile.model.gradients
-        }
-    )
 
 
 def rows(
@@ -42,8 +28,8 @@ def rows(
     found = []
     for row in measured:
         if row["codec"] is not None:
-            plan = uniform(profile, row["codec"], row["strategy"])
-            simulated_s = simulator.step_s(plan)
+            decisions = uniform(profile, row["codec"], row["strategy"])
+            simulated_s = simulator.step_s(decisions)
         elif row["variant"] == baseline:
             simulated_s = simulator.step_s(None)
         else:

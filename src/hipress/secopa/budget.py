@@ -8,6 +8,7 @@ as a share of the gradient's norm; feedback sends that later.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,9 @@ PASSED = (
 """Within a point of accuracy on both data sets of the table. `dgc` and `momentum(...)` are too, but
 they bring momentum, which the optimizer must then leave to them: name them to have them."""
 
+MOMENTUM = re.compile(r"(dgc|momentum)\b")
+"""How codecs begin that bring momentum."""
+
 BUDGETS = {"careful": CAREFUL, "table": PASSED}
 
 MIN_NUMEL = 4096
@@ -49,9 +53,11 @@ class Budget:
     """
 
     codecs: tuple[str, ...] | None = PASSED
-    """That may be used; None: any that was measured."""
+    """That may be used; None: any that was measured and brings no momentum."""
     bound: float | None = None
     """The most that a message of a layer may be off, as a share of the gradient's norm."""
+    name: str | None = None
+    """Of `BUDGETS`, where the user asked for one of them."""
 
     @classmethod
     def read(cls, given: str | float | None) -> Budget:
@@ -63,7 +69,7 @@ class Budget:
         if given is None:
             return cls()
         if isinstance(given, str) and given in BUDGETS:
-            return cls(codecs=BUDGETS[given])
+            return cls(codecs=BUDGETS[given], name=given)
         try:
             bound = float(given)
         except (TypeError, ValueError):
@@ -75,6 +81,21 @@ class Budget:
             )
         return cls(codecs=None, bound=bound)
 
+    def check(self, asked: Sequence[str]) -> None:
+        """Refuses codecs that the user named beside a budget by name which does not have them.
+
+        Raises:
+            UsageError: There is such a codec.
+        """
+        if self.name is None or self.codecs is None:
+            return
+        for name in asked:
+            if name != "none" and name not in self.codecs:
+                raise UsageError(
+                    f"codec {name!r} is not in budget {self.name!r}, which has "
+                    f"{', '.join(self.codecs)}; name one of these, or leave out the budget."
+                )
+
     def allowed(self, profile: Profile, asked: Sequence[str] | None = None) -> tuple[str, ...]:
         """Codecs of a profile that may be used.
 
@@ -83,15 +104,16 @@ class Budget:
             asked: Those that the user named, which then are the ones.
 
         Raises:
-            UsageError: One that was named is not in the profile.
+            UsageError: One that was named is not in the profile, or not in the budget.
         """
         if asked is not None:
+            self.check(asked)
             for name in asked:
                 profile.codec(name)
             return tuple(dict.fromkeys(name for name in asked if name != "none"))
         measured = [costs.codec for costs in profile.codecs if costs.codec != "none"]
         if self.codecs is None:
-            return tuple(measured)
+            return tuple(name for name in measured if not MOMENTUM.match(name))
         return tuple(name for name in measured if name in self.codecs)
 
     def reason(self, gradient: GradientProfile, codec: str, error: float) -> str:

@@ -51,24 +51,19 @@ class Cluster:
         self.spans = spans
         machine, network = profile.machine, profile.network
         on_gpu = machine.device == "cuda"
-        alone = len(self.ranks) < num_ranks
-        # One rank that stands for all has its share of what they share.
+        # One rank that stands for all has its share of what they share; so has one that exchanges
+        # nothing, whose step is what others are compared with.
+        alone = len(self.ranks) < num_ranks or num_ranks == 1
         together = 1 if alone else min(machine.num_ranks, num_ranks)
-        cores = machine.cores / machine.num_ranks * together
+        cores = machine.cores / machine.num_ranks if alone else machine.cores
         segment = max(total_bytes / MOST_SEGMENTS, LEAST_SEGMENT_BYTES)
         self.players: list[Player] = []
-        shared: dict[int, tuple[Processor, Processor]] = {}
+        hosts_of: dict[int, Processor] = {}
         for place, rank in enumerate(self.ranks):
-            group = place // together
-            if group not in shared:
-                host = Processor(self.clock, cores)
-                device = host
-                if on_gpu:
-                    device = Processor(
-                        self.clock, together / min(machine.num_device_ranks, together)
-                    )
-                shared[group] = (host, device)
-            host, device = shared[group]
+            host = hosts_of.get(place // together) or Processor(self.clock, cores)
+            hosts_of[place // together] = host
+            # What was timed on a GPU that ranks share holds the wait for the others already.
+            device = Processor(self.clock, 1.0) if on_gpu else host
             half = network.byte_work_s / 2
             rate = network.bytes_per_s
             local = network.local_bytes_per_s or rate
@@ -93,6 +88,11 @@ class Cluster:
             sent_bytes=self.players[0].sent_bytes,
             spans=self.spans or [],
         )
+
+    @property
+    def sent_share(self) -> float:
+        """Of what an all-reduce adds up, that each rank must send."""
+        return _sent_share(self.num_ranks)
 
     def all_reduce_bytes(self, num_bytes: float) -> float:
         """What an all-reduce keeps a line busy for, as bytes: what it must send, and more where

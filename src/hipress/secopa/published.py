@@ -251,7 +251,8 @@ def in_lines(made: Plan, profile: Profile, num_ranks: int) -> Plan:
     """
     model = profile.model
     assert model is not None
-    bucket_numel = int((model.bucket_mb or BUCKET_MB) * 2**20) // ELEMENT_BYTES
+    full = int((model.bucket_mb or BUCKET_MB) * 2**20) // ELEMENT_BYTES
+    bucket_numel = min(full, model.num_elements)  # as the engine: a small model fills no bucket
     on_gpu = profile.machine.device != "cpu"
     numels = {gradient.name: gradient.numel for gradient in model.gradients}
     filled = {}

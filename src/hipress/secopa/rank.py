@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hipress.casync.graph import COMPUTING, Verb
 from hipress.secopa.costs import Script
 from hipress.secopa.hardware import Call, Line, Processor, Thread
-from hipress.secopa.mirror import BEGIN, Mirrors, mirrors
+from hipress.secopa.mirror import BEGIN, MERGE_DEPTHS, Hops, Mirrors, mirrors
 from hipress.secopa.step import Backward, Job, Span
 
 if TYPE_CHECKING:
@@ -62,11 +62,13 @@ class Player:
         """Backward is done; the exchange may not be."""
         self.end_s = self.backward_end_s = self.exchange_end_s = 0.0
         self.sums: dict[tuple[int, int], int] = {}
+        self._unseen_bytes = 0.0
+        """What all-reduces send, less what they keep the line busy for."""
 
     @property
     def sent_bytes(self) -> float:
         """So far."""
-        return self.egress.sent_bytes + self.local_out.sent_bytes
+        return self.egress.sent_bytes + self.local_out.sent_bytes + self._unseen_bytes
 
     # --- the model --------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class Player:
     def _submit(self, running: Running) -> None:
         running.start_s = self.clock.now_s
         if self.is_alone:
-            running.with_sends, running.with_others = mirrors(running.steps, self.latency_s)
+            running.with_sends, running.with_others = mirrors(running.steps, self._hops())
         for arrive in running.arrived:
             arrive()
         running.arrived.clear()
@@ -237,6 +239,16 @@ class Player:
         self.note("recv", running.index, step.piece, "recv", start_s, step.num_bytes)
         self.release(running, place)
 
+    def _hops(self) -> Hops:
+        """What others take for what this rank does not see."""
+        network, speed = self.cluster.profile.network, min(self.host.cores, 1.0)
+        return Hops(
+            message_s=network.latency_s + network.message_work_s / speed,
+            byte_s=1 / network.bytes_per_s,
+            work_factor=1 / speed,
+            last_merge=MERGE_DEPTHS * (self.cluster.num_ranks - 1),
+        )
+
     def _with(self, running: Running, place: int) -> None:
         """Where this rank stands for all: receives that come when another step is done."""
         for other, delay_s in running.with_others.get(place, ()):
@@ -268,8 +280,11 @@ class Player:
                 )
                 player.release(player.running[running.index], place)
 
+        sent_bytes = self.cluster.sent_share * step.num_bytes
+        is_local = len(set(self.cluster.hosts)) == 1
         for player in players:
-            player.egress.carry(RING, num_bytes, passed)
+            player._unseen_bytes += sent_bytes - num_bytes
+            (player.local_out if is_local else player.egress).carry(RING, num_bytes, passed)
 
     def note(
         self,

@@ -79,7 +79,8 @@ def search(
         codecs: That may be used, whatever the budget says of them.
         budget: What may be done to gradients; codecs of the convergence table if None.
         reasons: By gradient, why it is left alone; small ones and those of one dimension if None.
-        patience_s: When to stop looking; a few tries are always made.
+        patience_s: When to stop looking, and again when to stop explaining; a few tries are always
+            made.
         epoch: Of the plan.
     """
     return _Search(
@@ -88,7 +89,7 @@ def search(
         budget or Budget(),
         codecs,
         reasons,
-        time.perf_counter() + patience_s,
+        patience_s,
     ).run(epoch)
 
 
@@ -116,10 +117,11 @@ class _Search:
     budget: Budget
     asked: Sequence[str] | None
     reasons: Mapping[str, str] | None
-    deadline_s: float
+    patience_s: float
     _seen: dict[object, float] = field(default_factory=dict)
 
     def run(self, epoch: int) -> Found:
+        self.deadline_s = time.perf_counter() + self.patience_s
         simulator, profile = self.simulator, self.simulator.profile
         gradients = simulator.model.gradients
         self.codecs = self.budget.allowed(profile, self.asked)
@@ -135,6 +137,8 @@ class _Search:
         tries: list[tuple[float, str, Decisions]] = []
         for codec in self.codecs:
             for strategy in self.strategies:
+                if tries and time.perf_counter() > self.deadline_s + self.patience_s:
+                    break
                 decisions = self._uniform(codec, strategy)
                 if any(made.is_compressed for made in decisions.values()):
                     tries.append((self._step_s(decisions), f"{codec} {strategy}", decisions))
@@ -171,7 +175,8 @@ class _Search:
             everything=everything,
             candidates=candidates,
         )
-        return found if best.step_s < plain_s else self._nothing(plain_s, epoch, found)
+        pays = best.step_s < plain_s * (1 - WORTH)
+        return found if pays else self._nothing(plain_s, epoch, found)
 
     # --- tries ------------------------------------------------------------------------------------
 
@@ -242,12 +247,18 @@ class _Search:
                 best = self._best(best, best[1] | {g.name: choose(g) for g in members})
         return best
 
-    def _classes(self) -> list[list[GradientProfile]]:
-        found: dict[tuple[int, int, tuple[str, ...]], list[GradientProfile]] = {}
+    def _classes(self, *, everything: bool = False) -> list[list[GradientProfile]]:
+        """Gradients of one size and bucket that may be compressed alike; the largest first.
+
+        Args:
+            everything: Those that are exempt too.
+        """
+        found: dict[tuple[int, int, str, tuple[str, ...]], list[GradientProfile]] = {}
         for number, bucket in enumerate(self.simulator.buckets):
             for gradient in bucket:
-                if gradient.name not in self.left:
-                    key = (gradient.numel, number, self._usable(gradient))
+                why = self.left.get(gradient.name, "")
+                if everything or not why:
+                    key = (gradient.numel, number, why, self._usable(gradient))
                     found.setdefault(key, []).append(gradient)
         return [found[key] for key in sorted(found, reverse=True)]
 
@@ -261,10 +272,14 @@ class _Search:
 
     def _choices(self, like: GradientProfile) -> list[Callable[[GradientProfile], Decision]]:
         num_ranks = self.simulator.num_ranks
+        partition_numbers = [None, num_ranks, 2 * num_ranks]
+        if len(self.simulator.ranks) == num_ranks:
+            # One rank that stands for all is not like the others where pieces are few.
+            partition_numbers.append(1)
         found: list[Callable[[GradientProfile], Decision]] = [self._plain]
         for codec in self._usable(like):
             for strategy in self.strategies:
-                for partitions in (None, 1, num_ranks, 2 * num_ranks):
+                for partitions in partition_numbers:
                     found.append(partial(_compressed, codec, strategy, partitions))
         return found
 
@@ -315,24 +330,23 @@ class _Search:
 
     def _explained(self, step_s: float, decisions: Decisions) -> Decisions:
         """Each decision with the two times it was made from, and why gradients are left alone."""
+        until_s = time.perf_counter() + self.patience_s
         found = dict(decisions)
         usual = next(made for made in decisions.values() if made.is_compressed)
-        for members in self._classes():
+        for members in self._classes(everything=True):
             is_compressed = decisions[members[0].name].is_compressed
             other = self._plain if is_compressed else partial(_like, usual)
             tried = decisions | {g.name: other(g) for g in members}
             other_s = None
-            if time.perf_counter() <= self.deadline_s:
+            if time.perf_counter() <= until_s:
                 compresses = any(one.is_compressed for one in tried.values())
                 other_s = self._step_s(tried) if compresses else self.simulator.step_s(None)
-            why = ""
-            if not self._usable(members[0]):
+            why = self.left.get(members[0].name, "")
+            if not why and not self._usable(members[0]):
                 why = "; ".join(self._reason(members[0], codec) for codec in self.codecs)
             for g in members:
                 update = self._times(is_compressed, why, step_s, other_s)
                 found[g.name] = decisions[g.name].model_copy(update=update)
-        for name in self.left:
-            found[name] = decisions[name].model_copy(update={"plain_s": step_s})
         return found
 
     def _times(

@@ -6,7 +6,7 @@ import re
 from functools import cached_property
 
 from hipress.errors import UsageError
-from hipress.plan import Decision, plain_strategy
+from hipress.plan import Decision
 from hipress.profile import Curve, Profile
 from hipress.secopa.budget import exempt
 from hipress.secopa.simulate import FREE, Simulator
@@ -32,18 +32,30 @@ class WholeCluster(Simulator):
 def with_rate(profile: Profile, rate_bits: int) -> Profile:
     """The profile with links of another rate.
 
-    The links keep the share of their rate that they were measured to bring (0.94 where the profile
-    does not know its rate). An all-reduce keeps the time that is not the wire's.
+    The links keep the share of their rate that they were measured to bring; 0.94 where the profile
+    does not know its rate, and at least that at a lower rate, which hosts keep up with. Ranks of a
+    host share its link. An all-reduce keeps the time that is not the wire's.
 
     Args:
         profile: Measured at one rate.
-        rate_bits: Bits per second, each way.
+        rate_bits: Bits per second of a host, each way.
+
+    Raises:
+        UsageError: All ranks are on one host.
     """
     network = profile.network
+    num_local = max(network.hosts.count(host) for host in network.hosts)
+    if 1 < num_local == network.num_ranks:
+        raise UsageError(
+            f"the {num_local} ranks of this profile share one host, so that a rate between hosts "
+            "changes nothing; add --own-machines, or profile hosts of their own."
+        )
     share = EFFICIENCY
     if network.rate_bits is not None:
-        share = min(network.bytes_per_s * 8 / network.rate_bits, 1.0)
-    bytes_per_s = share * rate_bits / 8
+        share = min(network.bytes_per_s * num_local * 8 / network.rate_bits, 1.0)
+        if rate_bits < network.rate_bits:
+            share = max(share, EFFICIENCY)
+    bytes_per_s = share * rate_bits / 8 / num_local
     num = network.num_ranks
     sent = 2 * (num - 1) / num
     gather = network.all_gather
@@ -89,7 +101,7 @@ def uniform(profile: Profile, codec: str, strategy: str) -> dict[str, Decision]:
     for gradient in profile.model.gradients:
         numel = gradient.numel
         if why := exempt(gradient):
-            plain = Decision(strategy=plain_strategy(numel), numel=numel, reason=why)
+            plain = Decision(strategy="ps", numel=numel, reason=why)  # as attach does
             found[gradient.name] = plain
         else:
             found[gradient.name] = Decision(codec=codec, strategy=strategy, numel=numel)
@@ -106,7 +118,7 @@ def parse_rate(text: str) -> int:
         >>> parse_rate("2.5gbit")
         2500000000
     """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([kmgt]bit)(/s|ps)?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{0,9}\.?[0-9]{1,9}) ?([kmgt]bit)(/s|ps)?", text.strip().lower())
     bits = round(float(match[1]) * _UNITS[match[2]]) if match else 0
     if bits < 1:
         raise UsageError(

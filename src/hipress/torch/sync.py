@@ -372,7 +372,16 @@ class Sync:
         num_ranks = group.size()
         if buffer.layout is torch.strided:  # of others torch does not tell
             self._plain_bytes += 2 * (num_ranks - 1) * buffer.nbytes // num_ranks
-        if num_ranks > 1:
+        # In torch's thread, while backward goes on, where that gives the same bits as before the
+        # sum: a power of two only moves the exponent, and float32 has room for the sum.
+        later = (
+            self.auto is not None
+            and not self._detached
+            and buffer.device.type == "cpu"
+            and buffer.dtype is torch.float32
+            and num_ranks & (num_ranks - 1) == 0
+        )
+        if num_ranks > 1 and not later:
             buffer.mul_(1 / num_ranks)  # as DDP does: a division takes twice as long
         if self.auto is None or self._detached:
             work: Any = dist.all_reduce(buffer, group=group, async_op=True)
@@ -386,12 +395,14 @@ class Sync:
             work = dist.all_reduce(buffer, group=group, async_op=True)
         except RuntimeError as error:
             raise self.engine.explain(error) from error
-        return cast(Future, work.get_future().then(partial(self._taken, buffer)))
+        share = 1 / num_ranks if later else 1.0
+        return cast(Future, work.get_future().then(partial(self._taken, buffer, share)))
 
-    def _taken(self, buffer: torch.Tensor, done: Any) -> torch.Tensor:
+    def _taken(self, buffer: torch.Tensor, share: float, done: Any) -> torch.Tensor:
         """What torch has summed; a rank that is gone is named, as with codecs."""
         try:
-            return cast(torch.Tensor, done.value()[0])
+            found = cast(torch.Tensor, done.value()[0])
+            return found if share == 1.0 else found.mul_(share)
         except RuntimeError as error:
             self._note_failure(buffer, self.engine.explain(error))
             return buffer
