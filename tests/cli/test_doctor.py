@@ -8,7 +8,7 @@ import pytest
 
 from hipress import settings
 from hipress.casync import probe_codecs
-from hipress.cli import _doctor_job, _doctor_timing, _machine, doctor
+from hipress.cli import _cluster, _doctor_job, _doctor_timing, _doctor_words, _machine, doctor
 from hipress.cli.main import main
 from hipress.profile import Machine
 from hipress.secopa.simulate import Simulator
@@ -322,7 +322,7 @@ def test_a_job_as_json(capsys):
     assert [row["codec"] for row in found["rows"]] == ["none", "int8", "int8", "plan"]
     assert found["pays"] in ("yes", "maybe", "no")
     assert found["error"] >= _doctor_job.PREDICTION_ERROR
-    assert found["limit"] in ("compute", "the wire", "codec work")
+    assert found["limit"] in ("compute", "the wire", "codec work", "latency and messages")
 
 
 @pytest.mark.parametrize(
@@ -368,11 +368,46 @@ def test_a_codec_that_never_pays_breaks_even_nowhere():
         ({"rate_bits": 10**9, "backward_s": 10.0}, "compute"),
         ({"rate_bits": 10**6, "backward_s": 0.01}, "the wire"),
         ({"rate_bits": 10**12, "backward_s": 0.01, "element_s": 1e-8}, "codec work"),
+        (
+            {"rate_bits": 10**12, "backward_s": 1e-5, "element_s": 0.0, "numel": 4096},
+            "latency and messages",
+        ),
     ],
 )
 def test_what_limits_a_step(options, limit):
     """Catches: a user who is told to buy another network where the model is slow."""
     assert _doctor_job.limit(made_up_job(**options), 4, "onebit", "ps") == limit
+
+
+@pytest.mark.parametrize(
+    ("rate", "hosts", "command", "words"),
+    [
+        ("10gbit", 4, "--hosts 4 --rate 10gbit --codec", "measures it in a lab;"),
+        ("100 Mbit/s", 4, "--hosts 4 --rate 100mbit --codec", "measures it in a lab;"),
+        ("100gbit", 4, "--hosts 4 --rate none --codec", "since none can be to 100gbit;"),
+        ("1gbit", 128, "--hosts 64 --rate 1gbit --codec", "in a lab of at most 64 hosts;"),
+    ],
+)
+def test_what_to_run_next_is_a_command_that_works(rate, hosts, command, words):
+    """Catches: a rate or a number of hosts that the lab refuses."""
+    rows = [
+        {"codec": "none", "strategy": "allreduce", "step_s": 2.0, "exposed_s": 1.0, "speedup": 1.0},
+        {"codec": "int8", "strategy": "ps", "step_s": 1.0, "exposed_s": 0.1, "speedup": 2.0},
+    ]
+    job = _doctor_job.Job(model="mlp", hosts=hosts, rate=rate, codecs=("int8",), batch=None)
+    found = _doctor_job.Finding(
+        job=job,
+        profile=made_up_job(10**9),
+        rows=rows,
+        break_even_bits=None,
+        limit="",
+        timed_batch=8,
+    )
+    said = _doctor_words.advice(found)
+    assert command in said and words in said
+    assert _cluster.host_numbers(said.split("--hosts ")[1].split()[0])
+    _cluster.check_network([said.split("--rate ")[1].split()[0]], "none", is_shaped=True)
+    assert "nine of ten predictions of hipress bench prediction" in _doctor_words.paragraph(found)
 
 
 def test_more_examples_are_more_work_but_for_the_optimizer():

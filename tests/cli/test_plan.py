@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from hipress.casync.pieces import Dealer
 from hipress.cli.main import main
 from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan
-from hipress.profile import Curve, GradientProfile, ModelProfile
+from hipress.profile import Curve, GradientProfile, ModelProfile, Profile
 from tests.secopa import vgg19
 from tests.secopa.test_published import profile
 
@@ -335,8 +334,42 @@ def test_a_plan_from_a_profile_as_lines(asked, folder, monkeypatch):
     module = sys.modules["hipress.secopa.search"]
     monkeypatch.setattr(module, "search", lambda given, **options: answer)
     assert run("--profile", "job.json", "-o", "SeCoPaPlan.txt") == 0
-    slices = len(Dealer(4).place(10**6, 2**20))
-    assert (folder / "SeCoPaPlan.txt").read_text() == f"fc.weight,1000000,y,{slices}\n"
+    # The model does not fill a bucket, so that each of four ranks gets a slice.
+    assert (folder / "SeCoPaPlan.txt").read_text() == "fc.weight,1000000,y,4\n"
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--codecs", "none"], "none is no codec to plan with"),
+        (["--codecs", "onebit", "--budget", "careful"], "'onebit' is not in budget 'careful'"),
+    ],
+)
+def test_a_choice_that_is_none(job, folder, argv, sentence, capsys):
+    """Catches: a plan that does without what was asked for."""
+    assert run("--profile", "job.json", *argv) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (folder / "plan.json").exists()
+
+
+@pytest.mark.parametrize("given", [["--profile", "job.json", "--nodes"], [*PRESET, "--nnodes"]])
+def test_there_is_a_most_of_nodes(job, given, capsys):
+    """Catches: a typing error that takes all memory."""
+    assert run(*given, "65537") == 2
+    assert "65536" in capsys.readouterr().err
+
+
+def test_a_profile_of_one_rank_has_no_links(job, capsys):
+    """Catches: a plan for four ranks on links that were never measured."""
+    found = Profile.load("job.json")
+    network = found.network.model_copy(update={"hosts": (0,)})
+    found.model_copy(update={"network": network}).save("one.json")
+    assert run("--profile", "one.json", "--nodes", "4") == 2
+    assert "this profile is of one rank, so that nothing is known of links between 4" in (
+        capsys.readouterr().err
+    )
+    assert run(*PUBLISHED, "--profile", "one.json", "--nnodes", "4") == 2
+    assert run("--profile", "one.json") == 0
 
 
 def test_a_budget_that_allows_nothing(job, capsys):

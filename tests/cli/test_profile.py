@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+from hipress.cli import profile as profile_command
 from hipress.cli.main import main
-from hipress.cli.profile import in_a_job
+from hipress.cli.profile import config, in_a_job
 from hipress.profile import Profile
+from hipress.report import table
+from hipress.train.models import MODELS
 
 pytestmark = pytest.mark.alone
 
@@ -99,6 +107,76 @@ def test_inside_a_job_there_is_no_lab(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert profile("--hosts", "4") == 2
     assert "leave out --hosts" in capsys.readouterr().err
+
+
+def test_inside_a_job_there_is_no_timeout(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert profile("--timeout", "9") == 2
+    assert "--timeout is of the lab; inside a job leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "num_checks"), [("0", 1), ("1", 0)])
+def test_only_rank_0_of_a_job_tries_the_file(rank, num_checks, monkeypatch, tmp_path):
+    """Catches: a rank that takes away what another has just made."""
+    tried = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(table, "check_json", tried.append)
+    monkeypatch.setattr(profile_command, "_in_job", lambda config: None)
+    assert profile("--codecs", "none", "-o", str(tmp_path / "p.json")) == 0
+    assert len(tried) == num_checks
+
+
+def test_all_ranks_run_the_same_number_of_forwards(monkeypatch):
+    """Catches: one more forward on rank 0, which hangs where DDP sends buffers of BatchNorm."""
+    from hipress.cli import _profile_rank
+
+    forwards = []
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+            self.net[0].weight.register_hook(lambda grad: grad * 0)
+
+        def forward(self, x):
+            forwards[-1] += 1
+            return self.net(x)
+
+    line = dataclasses.replace(MODELS["mlp"], build=lambda **sizes: Counted())
+    monkeypatch.setitem(MODELS, "mlp", line)
+    monkeypatch.setattr(_profile_rank, "MAX_STEPS", 4)
+    options = config(
+        hosts=2, rate="none", delay="none", is_shaped=False, model="mlp", batch=4,
+        codecs=("none",), device="cpu", fresh=False,
+    )  # fmt: skip
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = []
+        for rank in range(2):
+            forwards.append(0)
+            engine = SimpleNamespace(
+                transport=SimpleNamespace(rank=rank),
+                device=torch.device("cpu"),
+                agree=lambda what, facts, told: [told],
+                gather=lambda text: [text],
+            )
+            found.append(_profile_rank._model(options, engine, lambda: None))
+    finally:
+        dist.destroy_process_group()
+    assert forwards[0] == forwards[1]
+    # Of a gradient that is zero all over no error can be told.
+    errors = {gradient.name: set(gradient.errors) for gradient in found[0].gradients}
+    assert errors["net.2.weight"] == {"none"} and errors["net.0.weight"] == set()
+
+
+def test_a_message_that_overflows_has_a_large_error():
+    """Catches: an error that a profile refuses, on rank 0 alone, while others wait for it."""
+    from hipress.cli._profile_rank import MOST_ERROR, _finite
+
+    given = {"fp16": float("inf"), "int8": 0.1, "other": float("nan")}
+    assert _finite(given) == {"fp16": MOST_ERROR, "int8": 0.1, "other": MOST_ERROR}
 
 
 def test_a_batch_script_of_slurm_is_no_rank():

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hipress.cli import _layers
+from hipress.cli import _layers, _sweep
 from hipress.cli._sweep import Setting
 from hipress.cli.main import main
 from hipress.plan import Decision, Plan
 from hipress.secopa import presets, scaling
+from hipress.secopa.search import search
 from hipress.timeline import check_trace
 from tests.secopa.made_up import codec, profile
 
@@ -80,6 +81,49 @@ def test_plans_are_played_besides():
     assert found[0]["step_s"] > found[3]["step_s"] > found[1]["step_s"]
 
 
+def test_a_text_plan_is_played_with_the_codec_beside_it(capsys):
+    """Catches: a plan that leaves the codec open and can not be played, or with another codec."""
+    Path("SeCoPaPlan.txt").write_text("g0,y,4\ng1,n,4\n")
+    given = ("--plan", "SeCoPaPlan.txt", "--strategy", "ring")
+    with_topk = rows(*given, "--codec", "topk")[-1]
+    by_default = rows(*given)[-1]
+    said = capsys.readouterr().err
+    for name in ("topk(ratio=0.01)", "onebit"):  # without int8, the first of the profile
+        assert f"SeCoPaPlan.txt: played with {name} and ring, left open there\n" in said
+    assert with_topk["codec"] == by_default["codec"] == "SeCoPaPlan.txt"
+    assert with_topk["bytes_per_rank"] != by_default["bytes_per_rank"]
+
+
+def test_a_plan_for_other_ranks_is_told(capsys):
+    """Catches: slices for 8 ranks that are played on others without a word."""
+    Plan(num_ranks=4, gradients={"g0": Decision(codec="onebit")}).save("mine.json")
+    rows("--plan", "mine.json", "--nodes", "2,4,8")
+    assert "mine.json: made for 4 ranks and played on 2, 8\n" in capsys.readouterr().err
+    rows("--plan", "mine.json")
+    assert "made for" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, codecs", [([], None), (["--codec", "onebit"], ("onebit",))])
+def test_the_budget_decides_what_auto_may_use_unless_codecs_are_named(argv, codecs, monkeypatch):
+    """Catches: a plan with a codec of the profile that its user would never choose."""
+    seen = []
+
+    def noted(*given, **options):
+        seen.append(options["codecs"])
+        return search(*given, **options)
+
+    monkeypatch.setattr(_sweep, "search", noted)
+    rows("--auto", *argv)
+    assert seen == [codecs]
+
+
+def test_a_rate_stands_for_links_that_were_not_measured():
+    """Catches: a profile of one rank that is of no use."""
+    profile(num_ranks=1, bytes_per_s=1e12).save("profile.json")
+    found = rows("--nodes", "4", "--rate", "1gbit", "--codec", "onebit")
+    assert found[0]["step_s"] > 2 * found[1]["step_s"] > 0
+
+
 def test_own_machines_are_faster_than_a_shared_one():
     """Catches: --own-machines that changes nothing."""
     profile(num_local_ranks=4, cores=1.0, backward_s=0.5).save("profile.json")
@@ -123,11 +167,26 @@ PROFILE, PRESET = ["--profile", "profile.json"], ["--preset", "aws-v100", "--mod
         ([*PROFILE, "--strategy", "rnig"], "did you mean 'ring'?"),
         (["--profile", "nothing.json"], "profile 'nothing.json' cannot be read"),
         (["--published", "--nodes", "4"], "--nodes does not go with --published"),
+        (["--published", "--strategy", "ps"], "--strategy does not go with --published"),
+        (["--published", "--auto"], "--auto does not go with --published"),
+        (["--published", "--own-machines"], "--own-machines does not go with --published"),
+        (
+            [*PROFILE, "--plan", "typo.json"],
+            "the plan speaks of 'g00' (did you mean 'g0'?), which this model does not have; make a",
+        ),
+        ([*PROFILE, "--plan", "int8.json"], "codec 'int8' is not in the profile, which has none"),
+        (
+            ["--profile", "one.json", "--nodes", "4"],
+            "this profile is of one rank, so that nothing is known of links between 4; give --rate",
+        ),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
 def test_refusals_are_one_sentence(argv, text, capsys):
     """Catches: a traceback, or a message without the choices."""
+    profile(num_ranks=1).save("one.json")
+    Plan(gradients={"g00": Decision(codec="onebit")}).save("typo.json")
+    Plan(gradients={"g0": Decision(codec="int8")}).save("int8.json")
     assert run(*argv) == 2
     err = capsys.readouterr().err
     assert text in err

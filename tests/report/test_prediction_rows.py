@@ -2,8 +2,9 @@
 
 import pytest
 
-from hipress.report.prediction_rows import rows, summary, uniform
+from hipress.report.prediction_rows import rows, summary
 from hipress.secopa.simulate import Simulator
+from hipress.secopa.what_if import uniform
 from tests.secopa.made_up import codec, profile
 
 MADE = profile(numels=(2**20, 100), codecs=[codec("none", 1.0), codec("onebit", 1 / 32)])
@@ -22,12 +23,6 @@ def measured(variant: str, seconds: float, name: str | None = None) -> dict[str,
         "seconds_p80": seconds,
         "problem": None,
     }
-
-
-def test_small_gradients_are_exempt_as_attach_has_it():
-    plan = uniform(MADE, "onebit", "ring")
-    assert plan.decision("g0").codec == "onebit" and plan.decision("g0").strategy == "ring"
-    assert plan.decision("g1").codec == "none"
 
 
 def test_a_row_sets_the_simulated_step_beside_the_measured_one():

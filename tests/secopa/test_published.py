@@ -261,6 +261,15 @@ def test_slices_that_are_cut_by_size_are_counted():
     assert finer.decision("a").partitions > cut
 
 
+def test_a_small_model_is_cut_for_every_rank_in_lines_too():
+    """Catches: lines with one slice, where the engine gives every rank a part of a small model."""
+    gradients = (GradientProfile(name="a", numel=10**6, ready_s=0.0),)
+    model = ModelProfile(forward_s=0.0, backward_s=0.0, gradients=gradients)
+    found = profile().model_copy(update={"model": model})
+    made = Plan(gradients={"a": Decision(codec="onebit")})
+    assert in_lines(made, found, 4).decision("a").partitions == 4
+
+
 # --- input.txt ------------------------------------------------------------------------------------
 
 

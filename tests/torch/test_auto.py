@@ -5,15 +5,27 @@ what each has told. Plans and step times are made up there; what a judge does wi
 `test_judge.py`. The docstring of a test says what would make it fail.
 """
 
+import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hipress.casync.agree import Council
+from hipress.casync import agree
+from hipress.casync.agree import KEPT_POSTS, Council
+from hipress.casync.probe_codecs import GPU_SIZES
+from hipress.casync.probe_extent import SLOT_BYTES, Extent
+from hipress.casync.transport import LinkError
 from hipress.errors import PeerError, UsageError
 from hipress.lab import Lab
+from hipress.plan import Decision, Plan
+from hipress.profile import GradientProfile, Machine, ModelProfile
+from hipress.torch import advisor, checkpoint, sync
+from hipress.torch.auto import KEPT_PLANS, Auto
+from hipress.torch.orders import Order, first_order
+from hipress.torch.selection import NONE
 from hipress.torch.step_clock import StepClock
 from hipress.train.config import Config
 from tests import scenarios
@@ -96,12 +108,14 @@ def told():
         ],
         [
             *({"id": name, "do": name, "ranks": 2}
-              for name in ("unused", "amp", "taken_over", "detached", "refused")),
+              for name in ("unused", "amp", "taken_over", "detached", "refused", "clocks")),
             {"id": "saved", "do": "saved", "ranks": 3, "at": SAVED_AT},
         ],
         [
             {"id": f"dies in {where}", "do": "dies", "ranks": 3, "where": where,
              "env": {"HIPRESS_TIMEOUT": str(TIMEOUT_S)}} for where in ("plain", "measure", "trial")
+        ] + [
+            {"id": "breaks", "do": "breaks", "ranks": 3, "env": {"HIPRESS_TIMEOUT": "30"}},
         ],
     ]  # fmt: skip
     with Lab(3, shaped=False) as lab:
@@ -287,17 +301,196 @@ def test_one_rank_is_plain_and_says_so(told):
     assert max(found["gaps"].values()) == 0
 
 
-def test_posts_are_heard_in_order_and_dropped_later():
+def test_posts_are_heard_in_order_and_dropped_later(monkeypatch):
     """Catches: a store that grows with every order, and an order that is gone too soon."""
     store = torch.distributed.HashStore()
     first, other = (Council(store, rank, 2, timeout_s=0.2) for rank in (0, 1))
-    for number in range(1, 6):
+    last = KEPT_POSTS + 2
+    for number in range(1, last + 1):
         first.post(number, f"order {number}")
+    for number in range(3, last + 1):
         assert other.hear(number, "what is next") == f"order {number}"
-    assert [store.check([f"post/{number}"]) for number in range(1, 6)] == [False] * 3 + [True] * 2
+    assert not any(store.check([f"post/{number}"]) for number in (0, 1, 2))
+    monkeypatch.setattr(agree, "GRACE_S", 0.1)
     with pytest.raises(PeerError, match=r"rank 0 did not say what is next within 0\.2 s") as caught:
-        other.hear(6, "what is next")
+        other.hear(last + 1, "what is next")
     assert caught.value.ranks == (0,)
+
+
+def test_who_waits_hears_of_a_rank_that_has_failed(monkeypatch):
+    """Catches: a minute in the store for a rank that has said it cannot go on."""
+    monkeypatch.setattr(agree, "LOOK_S", 0.05)
+
+    def check():
+        raise PeerError("rank 1 failed", ranks=(1,))
+
+    began = time.monotonic()
+    with pytest.raises(PeerError, match="rank 1 failed"):
+        Council(torch.distributed.HashStore(), 0, 2, 20.0, check).agree("tea", {})
+    assert time.monotonic() - began < 5
+
+
+# --- plans that come and go -----------------------------------------------------------------------
+
+
+def auto_of(offered=(), **engine):
+    """Rank 0's, without an exchange; what it posts."""
+    posted = []
+    engine = SimpleNamespace(post=lambda n, text: posted.append((n, json.loads(text))), **engine)
+    advice = SimpleNamespace(
+        shortlist=lambda profile: [
+            SimpleNamespace(
+                plan=Plan(gradients={"w": Decision(codec="onebit", partitions=k)}),
+                label=f"{k}",
+                step_s=0.1,
+            )
+            for k in offered
+        ]
+    )
+    made = Auto(SimpleNamespace(engine=engine, step=0), advice)
+    made._order, made._judge = first_order(5), SimpleNamespace()
+    return made, posted
+
+
+def test_a_plan_that_is_offered_again_outlives_those_since():
+    """Catches: an offer that is dropped before it is tried, and a rank that lacks its plan."""
+    offered = []
+    made, posted = auto_of(offered)
+    for k in range(1, KEPT_PLANS + 1):
+        offered[:] = [k]
+        made._offers(None)
+    offered[:] = [1, 101, 102]
+    epochs = [offer.epoch for offer in made._offers(None)]
+    assert epochs == [1, KEPT_PLANS + 1, KEPT_PLANS + 2]
+    for epoch in (*epochs, 1):
+        made._post(Order(number=1, steps=3, epoch=epoch))
+        assert Plan.model_validate(posted[-1][1]["plan"]) == made._plans[epoch]
+    assert len(made._plans) == KEPT_PLANS
+    made._installed = 1
+    made._post(Order(number=1, steps=3, epoch=1))
+    assert "plan" not in posted[-1][1]
+
+
+def test_an_order_is_taken_once_and_an_unfinished_one_is_given_again():
+    """Catches: rank 0 alone on an old order after a backward that failed."""
+    made, posted = auto_of()
+    made._post(Order(number=1, steps=3, epoch=None))
+    made._take(made._hear())
+    assert (made._order.number, made._upcoming) == (1, None)
+    made._take(made._hear())
+    assert [number for number, _ in posted] == [1, 2]
+    assert (made._order.number, made._left) == (2, 3)
+
+
+def test_a_link_that_fails_while_all_measure_is_explained():
+    """Catches: an error of the transport's, which names an address."""
+    made, _ = auto_of(explain=lambda error: PeerError("rank 1 is gone", ranks=(1,)))
+
+    def measure(sync):
+        raise LinkError("connection reset")
+
+    made._advisor.measure = measure
+    with pytest.raises(PeerError, match="rank 1 is gone"):
+        made._measured()
+
+
+def test_what_makes_no_sense_costs_advice_and_not_the_job(monkeypatch, caplog):
+    """Catches: one rank that ends after all have measured."""
+    machine = Machine(cores=2, num_ranks=2)
+    monkeypatch.setattr(advisor.probe, "machine", lambda engine: machine)
+    monkeypatch.setattr(advisor.probe, "measure", lambda engine, budget_s: None)
+    monkeypatch.setattr(advisor.probe, "barrier", lambda engine: None)
+    monkeypatch.setattr(advisor.probe_codecs, "points", lambda *_, **__: [{}])
+    engine = SimpleNamespace(
+        timeout_s=4.0,
+        transport=SimpleNamespace(rank=0, num_ranks=2),
+        options=SimpleNamespace(compress_on_cpu=True),
+        gather=lambda payload: [payload],
+    )
+    gradient = SimpleNamespace(parameter=torch.zeros(3), choice=SimpleNamespace(reason="too small"))
+    exchange = SimpleNamespace(engine=engine, gradients={"w": gradient}, auto=None)
+    made = advisor.Advisor(("int8",))
+    assert made.measure(exchange) is None
+    assert made.shortlist(None) == []
+    assert made._patience_s == 1.0
+    assert "what was measured makes no sense (KeyError: 'none')" in caplog.text
+
+
+def model(ready, work=1.0):
+    gradients = tuple(
+        GradientProfile(name=name, numel=10, ready_s=seconds) for name, seconds in ready.items()
+    )
+    return ModelProfile(forward_s=work, backward_s=2 * work, gradients=gradients)
+
+
+def test_what_ranks_tell_of_a_model_is_small():
+    """Catches: a store that refuses what a thousand ranks tell: it takes 8 MiB."""
+    names = [f"layers.{k}.attention.weight" for k in range(400)]
+    own = model({name: 0.0123456789 / (k + 1) for k, name in enumerate(names)}, work=1 / 3)
+    assert 1024 * len(advisor.told_of(own, names)) < 8 * 2**20
+    assert advisor.told_of(None, names) == b"null"
+
+
+def test_a_model_is_the_median_of_what_ranks_tell():
+    """Catches: times of the wrong gradient, and one that some rank did not have."""
+    ranks = [model({"b": 1, "a": 2}, 1), model({"a": 5, "b": 3}, 3), model({"a": 4}, 2)]
+    told = [json.loads(advisor.told_of(one, ["a", "b"])) for one in ranks]
+    found = advisor.model_of(ranks[0], ["a", "b"], told)
+    assert (found.forward_s, found.backward_s) == (2, 4)
+    assert [(g.name, g.ready_s) for g in found.gradients] == [("b", 2), ("a", 4)]
+
+
+def test_the_size_of_buckets_is_told_unless_it_is_the_default():
+    """Catches: a step that is simulated with other buckets than it has."""
+    default = {"bucket_bytes_cap": 25 * 2**20, "bucket_bytes_cap_default": True}
+    assert advisor._bucket_mb(SimpleNamespace(**default)) is None
+    given = {"bucket_bytes_cap": 2**21, "bucket_bytes_cap_default": False}
+    assert advisor._bucket_mb(SimpleNamespace(**given)) == 2.0
+
+
+def test_parameters_on_several_devices_are_not_planned_for(caplog):
+    """Catches: events of one GPU against those of another."""
+    gradients = {
+        device: SimpleNamespace(parameter=torch.zeros(2, device=device))
+        for device in ("cpu", "meta")
+    }
+    engine = SimpleNamespace(transport=SimpleNamespace(rank=0))
+    made = advisor.Advisor(("int8",))
+    made.begin(SimpleNamespace(module=torch.nn.ReLU(), gradients=gradients, engine=engine))
+    assert made._readiness is None
+    assert "no plan can be made: parameters are on cpu and meta" in caplog.text
+
+
+def test_on_a_gpu_no_more_is_measured_than_a_model_needs_and_memory_has():
+    """Catches: a gigabyte in the middle of backward."""
+    assert Extent.of(GPU_SIZES).sizes == GPU_SIZES
+    assert Extent.of(GPU_SIZES, 2**21).sizes == GPU_SIZES[:3]
+    for room in (2**30, 2**24, 2**20):
+        extent = Extent.of(GPU_SIZES, 2**26, room)
+        assert max(extent.num_slots(size) * size for size in extent.sizes) <= room
+    least = Extent.of(GPU_SIZES, 10, 10)
+    assert least.sizes == GPU_SIZES[:2]
+    assert max(least.num_slots(n) * n for n in least.sizes) * SLOT_BYTES < 2**25
+    points = {"encode": [(size, 1.0) for size in GPU_SIZES[:2]]}
+    assert least.is_within(points) and not Extent.of(GPU_SIZES, 2**21).is_within(points)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_bucket_without_codec_is_left_to_torch_where_order_does_not_matter(monkeypatch, ordered):
+    """Catches: two NCCL communicators whose calls ranks make in different orders."""
+    monkeypatch.setattr(sync, "joint", lambda handles, *_: handles)
+    made = sync.Sync(None, sync.Settings(), None)
+    made.auto = SimpleNamespace(flushes=False, is_plain=False)
+    made._engine = SimpleNamespace(
+        transport=SimpleNamespace(ordered=ordered), allreduce=lambda *_, **__: "engine"
+    )
+    made._leave_to_torch = lambda buffer: "torch"
+    gradient = SimpleNamespace(name="w", is_compressed=False)
+    group = SimpleNamespace(
+        gradients=(gradient,), spans=((0, 4),), names=("w",), codec=NONE, strategy="allreduce",
+        places=None, wants_rate=False, wants_weights=False,
+    )  # fmt: skip
+    assert made._exchange([group], torch.zeros(4)) == (["engine"] if ordered else "torch")
 
 
 class Event:
@@ -410,6 +603,37 @@ def test_residuals_of_a_codec_are_taken_over(told):
         assert max(gaps.values()) < ROUNDING
 
 
+def test_what_is_owed_must_fit_the_model(caplog):
+    """Catches: a checkpoint of another model that is found out in the middle of a step, or never;
+    what is owed to a frozen parameter, which nobody ever pays."""
+    gradients = {"w": SimpleNamespace(parameter=torch.zeros(4))}
+    exchange = SimpleNamespace(gradients=gradients, others=frozenset({"frozen"}))
+
+    def owed(**values):
+        return checkpoint._owed(exchange, {"gradients": {}, "owed": values})
+
+    assert list(owed(w=torch.ones(4), frozen=torch.ones(9))) == ["w"]
+    assert "what was not sent of 'frozen' is left out" in caplog.text
+    assert owed(w=torch.zeros(4)) == {}
+    with pytest.raises(UsageError, match="'w' has 5 elements and this model's has 4"):
+        owed(w=torch.ones(5))
+    with pytest.raises(UsageError, match="'v', which this model does not have"):
+        owed(v=torch.ones(4))
+
+
+def test_ranks_that_read_no_clock_keep_no_times(told):
+    """Catches: memory that grows with every step on all ranks but rank 0."""
+    found = told.results("clocks", range(2))
+    assert [result["kept"] for result in found] == [found[0]["kept"], 0]
+    assert found[0]["kept"] < 20
+    one([result["bits"] for result in found])
+
+
+def test_detach_takes_all_hooks_off(told):
+    """Catches: clocks that go on in a run that is detached before anything was measured."""
+    assert [result["hooks"] for result in told.results("clocks", range(2))] == [0, 0]
+
+
 def test_detach_ends_it(told):
     """Catches: residuals that detach leaves behind, and orders that come after it."""
     found = one(told.results("detached", range(2)))
@@ -457,6 +681,17 @@ def test_a_dead_rank_is_named(told, where):
         assert (kind, ranks) == ("PeerError", [2]), text
         assert "rank 2" in text
         assert at - died < 3 * TIMEOUT_S
+
+
+def test_a_rank_that_fails_while_it_measures_is_named_soon(told):
+    """Catches: ranks that wait out their patience for one that has given up."""
+    (failed,) = told.find("failed", id="breaks")
+    assert told.error("breaks", 2)[0] == "ValueError"
+    for rank in (0, 1):
+        kind, text, ranks, at = told.error("breaks", rank)
+        assert (kind, ranks) == ("PeerError", [2]), text
+        assert "rank 2 failed: no such kernel" in text
+        assert at - failed < 6
 
 
 @pytest.mark.parametrize("given", ["strategy", "plan"])

@@ -178,6 +178,8 @@ def test_refuses_a_clock_that_is_none_and_a_model_without_gradients():
         seen.profile(clock="wall")
     with pytest.raises(UsageError, match="no parameter that is trained"):
         Readiness(nn.ReLU())
+    with pytest.raises(UsageError, match="parameters are on cpu and meta"):
+        Readiness(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
 
 
 def test_errors_are_of_one_message_and_leave_gradients_as_they_are():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,11 @@ PART_BYTES = 2**20
 GRACE_S = 5.0
 """How much longer the others wait for the verdict than rank 0 does for the facts."""
 
+LOOK_S = 1.0
+"""How often who waits asks whether a rank has failed meanwhile."""
+
+KEPT_POSTS = 64
+
 
 class Council:
     """The ranks of one engine.
@@ -33,13 +38,22 @@ class Council:
         rank: This one.
         num_ranks: N.
         timeout_s: How long a rank may be late.
+        check: Raises where a rank is known to have failed: nobody waits for it then.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
+        self._check = check
         self._count = 0
         self._num_gathers = 0
 
@@ -105,13 +119,13 @@ class Council:
         """Leaves a text for all other ranks; rank 0's part, which waits for nobody.
 
         Args:
-            number: Counts up. With each the text before the last one is dropped: post the next
-                only when all ranks have heard the last but one.
+            number: Counts up. With each the text of 64 before is dropped, which all ranks must
+                have heard by then.
             text: Anything.
         """
         self._store.set(f"post/{number}", text)
-        if number > 1:
-            self._store.delete_key(f"post/{number - 2}")
+        if number >= KEPT_POSTS:
+            self._store.delete_key(f"post/{number - KEPT_POSTS}")
 
     def hear(self, number: int, what: str) -> str:
         """What rank 0 has posted, or posts soon.
@@ -120,7 +134,7 @@ class Council:
             PeerError: It did not in time.
         """
         key = f"post/{number}"
-        if not self._arrives(key, time.monotonic() + self._timeout_s):
+        if not self._arrives(key, time.monotonic() + self._timeout_s + GRACE_S):
             raise PeerError(
                 f"rank 0 did not say {what} within {self._timeout_s:g} s: gone or late; look at "
                 "its output, or raise HIPRESS_TIMEOUT.",
@@ -156,12 +170,18 @@ class Council:
         return {"error": text, "ranks": ranks, "differ": True, "told": told}
 
     def _arrives(self, key: str, deadline: float) -> bool:
-        left_s = max(deadline - time.monotonic(), 0.001)
-        try:
-            self._store.wait([key], timedelta(seconds=left_s))
-        except RuntimeError:
-            return self._store.check([key])
-        return True
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.001)
+            try:
+                self._store.wait([key], timedelta(seconds=min(left_s, LOOK_S)))
+            except RuntimeError:
+                if self._store.check([key]):
+                    return True
+                if left_s <= LOOK_S:
+                    return False
+                self._check()
+            else:
+                return True
 
     def _verdict(self, base: str, what: str) -> dict[str, Any]:
         key = f"{base}/verdict"

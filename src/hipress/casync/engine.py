@@ -93,6 +93,7 @@ class Engine:
         self.device = torch.device(device)
         self.options = options or Options()
         self.stats = Stats()
+        self.timeout_s = timeout_s
         self.is_closed = False
         self.on_lost: Callable[[BaseException], None] = lambda error: None
         """Told, from another thread, that a rank is gone."""
@@ -114,7 +115,9 @@ class Engine:
         self._settler = Settler()
         self._num_agreed = 0
         self._lock = threading.Lock()
-        self._council = Council(store, transport.rank, transport.num_ranks, timeout_s)
+        self._council = Council(
+            store, transport.rank, transport.num_ranks, timeout_s, self._check_alive
+        )
         names = self._council.agree("the start", self._facts(), told=host or socket.gethostname())
         known = {name: k for k, name in enumerate(dict.fromkeys(names))}
         self.hosts = tuple(known[name] for name in names)
@@ -223,6 +226,11 @@ class Engine:
         """What to raise for an error of torch's in a collective call among these ranks."""
         return self._health.explain(LinkError(str(error)))
 
+    def give_up(self, error: Exception) -> None:
+        """Tells the other ranks that this one has failed: within about a second all they wait for
+        ends with a PeerError that names it."""
+        self._health.explain(error)
+
     def settle(self) -> None:
         """Waits until no named job is under way: what the keeper holds may be read and written."""
         for handle in list(self._last.values()):
@@ -316,6 +324,11 @@ class Engine:
             on_done(error)
             raise
         return handle
+
+    def _check_alive(self) -> None:
+        """Raises where a rank is known to be gone."""
+        if (executor := getattr(self, "executor", None)) is not None:
+            executor.check()
 
     def _fail(self, error: BaseException) -> None:
         if (executor := getattr(self, "executor", None)) is not None:

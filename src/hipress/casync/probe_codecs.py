@@ -20,6 +20,7 @@ import torch
 
 from hipress.casync.engine import Engine
 from hipress.casync.probe_cache import ERROR, VERBS, Cache, Points, last_phase
+from hipress.casync.probe_extent import Extent, room_numel
 from hipress.casync.recipe import Options, codes_local, forgetful, piece_numel
 from hipress.codecs.base import Codec, State
 from hipress.codecs.program import ProgramCodec
@@ -33,9 +34,6 @@ WORKERS = (2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 VERB_S = 0.1
 """Of the clock, for one codec and verb, all sizes together."""
 MIN_REPEATS, MAX_REPEATS = 3, 30
-COLD_BYTES = 2**26
-"""Of gradients and states that are used in turn: twice a cache of 32 MB."""
-MAX_SLOTS = 128
 ERROR_NUMEL = 2**18
 
 
@@ -69,23 +67,37 @@ def measure(
         True
     """
     place = torch.device(device)
+    extent = _extent(place, None, room_numel(place))
+    wait = barrier or (lambda: None)
     found = [
-        _measured(name, place, num_ranks, barrier or (lambda: None), part(on_part, k, len(names)))
+        _measured(name, place, num_ranks, extent, wait, part(on_part, k, len(names)))
         for k, name in enumerate(names)
     ]
     return [_costs(one.codec, one.points, place, num_ranks) for one in found]
 
 
-def costs(
+def costs(engine: Engine, names: Sequence[str], **options: Any) -> tuple[CodecCosts, ...]:
+    """What codecs cost, the median over all ranks; collective, and the same on all of them.
+
+    Args:
+        engine: Of all ranks; nothing may be under way.
+        names: Expressions, the same on all ranks.
+        options: Of `points`.
+    """
+    return fitted(engine, names, points(engine, names, **options))
+
+
+def points(
     engine: Engine,
     names: Sequence[str],
     *,
     num_machine_ranks: int,
     fresh: bool = False,
+    most_numel: int | None = None,
     barrier: Callable[[], None] | None = None,
     on_part: Callable[[float, str], None] = lambda fraction, label: None,
-) -> tuple[CodecCosts, ...]:
-    """What codecs cost, the median over all ranks; collective, and the same on all of them.
+) -> list[dict[str, Points]]:
+    """What each rank saw codecs cost; collective, and the same on all of them.
 
     Rank 0 has a file of what was measured before, and decides what is measured now.
 
@@ -94,27 +106,58 @@ def costs(
         names: Expressions, the same on all ranks.
         num_machine_ranks: Ranks that share a machine, and so are in each other's way.
         fresh: Measure, whatever is known.
+        most_numel: Of the largest gradient: on a GPU larger pieces are not measured.
         barrier: Returns when all ranks have called it; by the store if None.
         on_part: Told how far it is, from 0 to 1, and with what.
     """
     num_ranks, rank = engine.transport.num_ranks, engine.transport.rank
-    place = torch.device("cpu") if engine.options.compress_on_cpu else engine.device
+    place = _place(engine)
     cache = Cache(place, num_ranks, num_machine_ranks) if rank == 0 else None
     known: dict[str, Points] = cache.load(names) if cache is not None and not fresh else {}
-    told = engine.agree("codecs to measure", {"codecs": list(names)}, told=known)[0]
-    missing = [name for name in names if name not in told]
+    told = engine.agree(
+        "codecs to measure", {"codecs": list(names)}, told=[known, room_numel(place)]
+    )
+    rooms = [room for _, room in told if room is not None]
+    extent = _extent(place, most_numel, min(rooms, default=None))
+    held: dict[str, Points] = {
+        name: found
+        for name, found in told[0][0].items()
+        if place.type != "cuda" or extent.is_within(found)
+    }
+    missing = [name for name in names if name not in held]
+    if not missing:
+        return [held]
     wait = barrier or (lambda: void(engine.agree("the next codec", {})))
     own = {
-        name: _measured(name, place, num_ranks, wait, part(on_part, k, len(missing))).points
+        name: _measured(name, place, num_ranks, extent, wait, part(on_part, k, len(missing))).points
         for k, name in enumerate(missing)
     }
-    if missing:
-        of_all = engine.agree("costs of codecs", {}, told=own)
-        for name in missing:
-            told[name] = _median([one[name] for one in of_all])
-        if cache is not None:
-            cache.save({name: told[name] for name in missing})
-    return tuple(_costs(name, told[name], place, num_ranks) for name in names)
+    of_all = engine.agree("costs of codecs", {}, told=own)
+    if cache is not None:
+        cache.save({name: _median([one[name] for one in of_all]) for name in missing})
+    return [held | one for one in of_all]
+
+
+def fitted(
+    engine: Engine, names: Sequence[str], of_all: Sequence[Mapping[str, Points]]
+) -> tuple[CodecCosts, ...]:
+    """Costs from what ranks saw, the medians; each rank by itself."""
+    place, num_ranks = _place(engine), engine.transport.num_ranks
+    return tuple(
+        _costs(name, _median([one[name] for one in of_all]), place, num_ranks) for name in names
+    )
+
+
+def _place(engine: Engine) -> torch.device:
+    """Where codecs work."""
+    return torch.device("cpu") if engine.options.compress_on_cpu else engine.device
+
+
+def _extent(device: torch.device, most_numel: int | None, room_numel: int | None) -> Extent:
+    """What is measured: on a CPU all sizes, whose curves are kept for every model."""
+    if device.type != "cuda":
+        return Extent(SIZES)
+    return Extent.of(GPU_SIZES, most_numel, room_numel)
 
 
 def void(_: object) -> None:
@@ -163,6 +206,7 @@ def _measured(
     name: str,
     device: torch.device,
     num_ranks: int,
+    extent: Extent,
     barrier: Callable[[], None],
     on_part: Callable[[float, str], None],
 ) -> Measured:
@@ -172,7 +216,7 @@ def _measured(
     def run() -> None:
         try:
             stay_on_this_thread()
-            found.append(_measure_one(name, device, num_ranks, barrier, on_part))
+            found.append(_measure_one(name, device, num_ranks, extent, barrier, on_part))
         except BaseException as error:  # for the caller
             found.append(error)
 
@@ -188,16 +232,17 @@ def _measure_one(
     name: str,
     device: torch.device,
     num_ranks: int,
+    extent: Extent,
     barrier: Callable[[], None],
     on_part: Callable[[float, str], None],
 ) -> Measured:
     codec = last_phase(name)
     back = codec.aggregator(num_ranks)
-    sizes = GPU_SIZES if device.type == "cuda" else SIZES
+    sizes = extent.sizes
     points: Points = {verb: [] for verb in VERBS}
     for k, numel in enumerate(sizes):
         on_part(k / len(sizes), name)
-        slots = _slots(codec, back, numel, device)
+        slots = _slots(codec, back, numel, device, extent.num_slots(numel))
         mean = torch.zeros(numel, device=device)
         alpha = 1.0 / num_ranks
         budget_s = VERB_S / len(sizes)
@@ -233,10 +278,9 @@ def _measure_one(
     return Measured(name, points)
 
 
-def _slots(codec: Codec, back: Codec, numel: int, device: torch.device) -> list[_Slot]:
+def _slots(codec: Codec, back: Codec, numel: int, device: torch.device, many: int) -> list[_Slot]:
     """Pieces to be used in turn: together larger than a cache, each used once already."""
     generator = torch.Generator().manual_seed(numel)
-    many = max(4, min(MAX_SLOTS, COLD_BYTES // (8 * numel)))
     drawn = torch.randn(numel, generator=generator).to(device)
     found = []
     for k in range(many):

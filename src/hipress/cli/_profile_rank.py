@@ -31,6 +31,8 @@ WARM_UP_STEPS = 2
 MIN_STEPS, MAX_STEPS, STEPS_S = 4, 24, 4.0
 """Steps of the model that count: as many as fit into so many seconds."""
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
+MOST_ERROR = 1e9
+"""Of a message that overflowed, as one of fp16 may: a profile holds finite numbers."""
 OnPart = Callable[[float, str], None]
 
 
@@ -158,9 +160,10 @@ def _model(config: Config, engine: Engine, meet: Callable[[], None]) -> ModelPro
         step()
     # All ranks, though one looks at it: DDP sends buffers, those of BatchNorm, in every forward.
     torch.autograd.backward(loss(net, batch))
-    errors = {}
+    errors: dict[str, dict[str, float]] = {}
     if engine.transport.rank == 0:
-        errors = measure_errors(_usable(named_gradients(net)), config.codecs)
+        found = measure_errors(_usable(named_gradients(net)), config.codecs)
+        errors = {name: _finite(of_codec) for name, of_codec in found.items()}
     seen.close()
     own = seen.profile(
         name=config.model or "", batch=config.batch or line.batch, skip=0, errors=errors
@@ -181,6 +184,10 @@ def _usable(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             if 0.0 < norm < math.inf:
                 found[name] = parameter.grad
     return found
+
+
+def _finite(of_codec: Mapping[str, float]) -> dict[str, float]:
+    return {codec: error if error < MOST_ERROR else MOST_ERROR for codec, error in of_codec.items()}
 
 
 def _note_bucket(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations

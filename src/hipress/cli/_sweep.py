@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import difflib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hipress.plan import Decision, Plan
+from hipress.casync import strategies
+from hipress.errors import UsageError
+from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Profile
 from hipress.secopa.search import search
 from hipress.secopa.simulate import Simulated, Simulator
@@ -15,6 +19,8 @@ from hipress.secopa.what_if import WholeCluster, uniform
 
 PLAN = "plan"
 """The label of a plan that was searched for."""
+PLAN_CODEC = "int8"
+"""Of a plan that leaves the codec open, as `hipress train --plan` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +38,8 @@ class Setting:
     plan_name: str = ""
     auto: bool = False
     """Whether the best plan is looked for."""
+    auto_codecs: tuple[str, ...] | None = None
+    """That it may use; None: the budget decides."""
     patience_s: float = 10.0
     """For how long."""
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -95,7 +103,7 @@ class Setting:
                 self.profile,
                 num_ranks=self.num_ranks,
                 strategies=self.strategies,
-                codecs=self.codecs or None,
+                codecs=self.auto_codecs or None,
                 patience_s=self.patience_s,
             ).plan
             yield PLAN, None, found.gradients if found.num_compressed else None
@@ -120,3 +128,66 @@ class Setting:
             "bytes_per_rank": played.played.sent_bytes,
             "efficiency": alone_s / played.step_s,
         }
+
+
+def check_ranks(profile: Profile, numbers: Sequence[int], instead: str = "") -> None:
+    """Refuses several ranks on the network of a profile that has one rank, and so no network.
+
+    Raises:
+        UsageError: There are several.
+    """
+    most = max(numbers)
+    if profile.network.num_ranks == 1 < most:
+        raise UsageError(
+            f"this profile is of one rank, so that nothing is known of links between {most}; "
+            f"{instead}profile several ranks, e.g. hipress profile --hosts {min(most, 4)}."
+        )
+
+
+def read_plan(
+    made: Profile, path: Path, asked: Sequence[str], strategy: str, numbers: Sequence[int]
+) -> Plan:
+    """The plan of a file, for the model of a profile; what it leaves open is filled in.
+
+    Args:
+        made: With a model.
+        path: Of the plan.
+        asked: Codecs that the user named, the first of which fills in.
+        strategy: That fills in.
+        numbers: Of ranks that it is to be played on.
+
+    Raises:
+        UsageError: It is no plan, or not one for this model or these codecs.
+    """
+    read = Plan.load(path)
+    numels = {g.name: g.numel for g in made.model.gradients} if made.model is not None else {}
+    if unknown := [name for name in read.gradients if name not in numels]:
+        near = difflib.get_close_matches(unknown[0], numels, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UsageError(
+            f"the plan speaks of {unknown[0]!r}{hint}, which this model does not have; make a plan "
+            f"for this model (its first gradients are: {', '.join(list(numels)[:5])})."
+        )
+    if read.takes_codec:
+        known = [costs.codec for costs in made.codecs if costs.codec != "none"]
+        usual = [name for name in known if name == PLAN_CODEC]
+        chosen = next(iter([*asked, *usual, *known]), PLAN_CODEC)
+        sized = {
+            name: one.model_copy(update={"numel": numels[name]})
+            for name, one in read.gradients.items()
+        }
+        filled = [chosen] if any(one.codec == ANY for one in sized.values()) else []
+        filled += [strategy] if read.takes_strategy else []
+        print(f"{path}: played with {' and '.join(filled)}, left open there", file=sys.stderr)
+        read = read.model_copy(update={"gradients": sized}).with_codec(chosen, strategy)
+    for one in read.gradients.values():
+        strategies.check(one.strategy)
+        if one.is_compressed:
+            made.codec(one.codec)
+    others = [number for number in numbers if number != read.num_ranks]
+    if read.num_ranks is not None and others:
+        print(
+            f"{path}: made for {read.num_ranks} ranks and played on {', '.join(map(str, others))}",
+            file=sys.stderr,
+        )
+    return read

@@ -16,6 +16,7 @@ import hipress
 from hipress import settings
 from hipress.cli import _machine
 from hipress.cli._machine import Facts
+from hipress.cli.simulate import MOST_NODES
 from hipress.errors import HipressError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def doctor(
         typer.Option(help="A built-in model (docs/models.md): say what compression would give it."),
     ] = None,
     hosts: Annotated[
-        int | None, typer.Option(min=1, help="Hosts of that job; 4 if not given.")
+        int | None, typer.Option(min=1, max=MOST_NODES, help="Hosts of that job; 4 if not given.")
     ] = None,
     rate: Annotated[
         str | None, typer.Option(help="Rate of each host's link; 1gbit if not given.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hipress.cli.simulate import MOST_NODES
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ def plan(
     nodes: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Ranks to plan for; those of the profile.", rich_help_panel=MEASURED
+            min=1,
+            max=MOST_NODES,
+            help="Ranks to plan for; those of the profile.",
+            rich_help_panel=MEASURED,
         ),
     ] = None,
     strategy: Annotated[
@@ -99,7 +103,11 @@ def plan(
     ] = None,
     nnodes: Annotated[
         int | None,
-        typer.Option(help=f"Nodes; {DEFAULT_NODES} if not given.", rich_help_panel=PUBLISHED),
+        typer.Option(
+            max=MOST_NODES,
+            help=f"Nodes; {DEFAULT_NODES} if not given.",
+            rich_help_panel=PUBLISHED,
+        ),
     ] = None,
     preset: Annotated[
         str | None,
@@ -173,6 +181,7 @@ def _published(
     codec: str | None,
 ) -> Made:
     """The plan of the published model."""
+    from hipress.cli._sweep import check_ranks
     from hipress.profile import Profile
     from hipress.secopa import published
 
@@ -185,6 +194,7 @@ def _published(
     if profile is not None:
         _refuse({"--ratio": ratio}, "acts on --preset; the profile knows the codec's frames")
         found = Profile.load(profile)
+        check_ranks(found, [num_nodes])
         costs = published.costs_of(found, codec or _only_codec(found), num_nodes)
     else:
         _refuse({"--codec": codec}, "acts on --profile; a preset has no codecs: give --ratio")
@@ -218,6 +228,7 @@ def _searched(
     """The plan with the shortest step."""
     from hipress.casync import strategies
     from hipress.cli._expressions import split_expressions
+    from hipress.cli._sweep import check_ranks
     from hipress.profile import Profile
     from hipress.report.table import progress_bar
     from hipress.secopa.budget import Budget
@@ -234,6 +245,7 @@ def _searched(
     for name in names:
         strategies.check(name)
     allowed = Budget.read(budget)
+    check_ranks(profile, [nodes or 1])
     with progress_bar(1) as begin:
         begin("looking for the shortest step")
         found = search(

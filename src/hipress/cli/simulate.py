@@ -22,6 +22,7 @@ EXAMPLE = (
 PRESET_NODES = "2,4,8,16"
 PRESET_CODECS = "onebit,dgc(ratio=0.001)"
 PRESET_MODEL = "vgg19"
+STRATEGIES = "ps,ring"
 MOST_NODES = 2**16
 
 app = typer.Typer()
@@ -52,8 +53,11 @@ def simulate(
         typer.Option(help="Codecs, with commas between; all of the profile if not given."),
     ] = None,
     strategy: Annotated[
-        str, typer.Option(help="ps, ring, hierarchical, with commas between.")
-    ] = "ps,ring",
+        str | None,
+        typer.Option(
+            help=f"ps, ring, hierarchical, with commas between; {STRATEGIES} if not given."
+        ),
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(help="A plan to play besides, from hipress plan.")
     ] = None,
@@ -94,6 +98,7 @@ def simulate(
         given = {
             "--profile": profile, "--preset": preset, "--model": model, "--nodes": nodes,
             "--rate": rate, "--codec": codec, "--plan": plan, "--timeline": timeline,
+            "--strategy": strategy, "--auto": auto or None, "--own-machines": own_machines or None,
         }  # fmt: skip
         _refuse(given, "does not go with --published, which plays fixed settings")
         _published(plot, json)
@@ -104,8 +109,17 @@ def simulate(
 
         made = on_own_machines(made)
     if preset is not None:
-        nodes, codec = nodes or PRESET_NODES, codec or PRESET_CODECS
-    settings = _settings(made, nodes, rate, codec, strategy, plan, auto=auto)
+        nodes = nodes or PRESET_NODES
+    settings = _settings(
+        made,
+        nodes,
+        rate,
+        codec,
+        strategy or STRATEGIES,
+        plan,
+        auto=auto,
+        codecs=_codecs(made, codec or (None if preset is None else PRESET_CODECS)),
+    )
     rows = _rows(settings, timeline)
     _print_rows(made, rows, to_stderr=is_stdout(json))
     if plot is not None:
@@ -153,19 +167,22 @@ def _settings(
     plan: Path | None,
     *,
     auto: bool,
+    codecs: tuple[str, ...],
 ) -> list[Setting]:
     """All that is to be played; what can be refused is refused here."""
     from hipress.casync import strategies
-    from hipress.cli._sweep import Setting
-    from hipress.plan import Plan
+    from hipress.cli._sweep import Setting, check_ranks, read_plan
     from hipress.secopa.what_if import parse_rate, with_rate
 
     numbers = [made.network.num_ranks] if nodes is None else [_number(n) for n in nodes.split(",")]
     names = tuple(dict.fromkeys(split_expressions(strategy)))
     for name in names:
         strategies.check(name)
-    codecs = _codecs(made, codec)
-    read = None if plan is None else Plan.load(plan)
+    if rate is None:
+        check_ranks(made, numbers, "give --rate, or ")
+    read = None
+    if plan is not None:
+        read = read_plan(made, plan, codecs if codec else (), names[0], numbers)
     rates = [None] if rate is None else list(dict.fromkeys(rate.split(",")))
     profiles = [made if text is None else with_rate(made, parse_rate(text)) for text in rates]
     return [
@@ -178,6 +195,7 @@ def _settings(
             plan=read,
             plan_name="" if plan is None else plan.name,
             auto=auto,
+            auto_codecs=codecs if codec else None,
         )
         for text, at_rate in zip(rates, profiles, strict=True)
         for number in dict.fromkeys(numbers)

@@ -85,8 +85,12 @@ class Budget:
         """Refuses codecs that the user named beside a budget by name which does not have them.
 
         Raises:
-            UsageError: There is such a codec.
+            UsageError: There is such a codec, or nothing but `none` is named.
         """
+        if not set(asked) - {"none"}:
+            raise UsageError(
+                "none is no codec to plan with; name another, or leave the choice to the budget."
+            )
         if self.name is None or self.codecs is None:
             return
         for name in asked:

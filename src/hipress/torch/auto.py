@@ -15,7 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from hipress.casync.transport import LinkError
+from hipress.errors import AgreementError, PeerError
 from hipress.plan import Plan
 from hipress.torch import advice
 from hipress.torch.advisor import Advisor
@@ -78,8 +81,10 @@ class Auto:
         self._last: int | None = None
         """What the last step was exchanged with."""
         self._judge: Judge | None = None
-        self._told: set[int] = set()
-        """Plans that all ranks know."""
+        self._clock: StepClock | None = None
+        """Of rank 0, which alone reads it."""
+        self._warnings: set[str] = set()
+        """Of the optimizer, that were given."""
         self._num_plans = 0
         self._upcoming: Order | None = None
         self._is_first = False
@@ -98,8 +103,9 @@ class Auto:
             self.mode, self.reason = "plain", ALONE
             self.say(f"{ALONE}: nothing is compressed.")
             return
-        self._clock = StepClock(engine.device)
         if self._is_first:
+            self._clock = StepClock(engine.device)
+            self._clock.stand_at(self._sync.module)
             self._judge = Judge(self._limits, self.say)
             self._judge.first()
             self.say(
@@ -107,7 +113,12 @@ class Auto:
                 f"{', '.join(self._advisor.codecs)} are tried."
             )
         self._advisor.begin(self._sync)
-        self._clock.stand_at(self._sync.module)
+
+    def stop(self) -> None:
+        """The exchange is detached: nothing is measured any more."""
+        self._advisor.end()
+        if self._clock is not None:
+            self._clock.leave()
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -136,10 +147,10 @@ class Auto:
 
     def end(self) -> None:
         """A step has ended well."""
-        if self.is_alone:
+        if self._judge is None or self._clock is None:
             return
         self._clock.end()
-        if self._judge is not None and self._left == 0:
+        if self._left == 0:
             times = self._clock.read(wait=self._order.waits)
             self._post(self._judge.next(Reply(times)))
 
@@ -149,29 +160,46 @@ class Auto:
             self._take(self._hear())
             if not self._order.probes:
                 return
-            profile = self._advisor.measure(self._sync)
+            profile = self._measured()
             if self._judge is not None:
                 self._post(self._judge.next(Reply(offers=self._offers(profile))))
+
+    def _measured(self) -> Any:
+        """What the advisor measures; where one rank fails in it, all hear of that."""
+        engine = self._sync.engine
+        try:
+            return self._advisor.measure(self._sync)
+        except (PeerError, AgreementError):
+            raise
+        except (LinkError, dist.DistError) as error:
+            raise engine.explain(error) from error
+        except Exception as error:
+            engine.give_up(error)  # the others wait for this rank
+            raise
 
     def _take(self, order: Order) -> None:
         self._order, self._left = order, order.steps
         self.mode, self.reason = order.mode, order.reason
-        if order.waits:
+        if order.waits and self._clock is not None:
             self._clock.restart()
 
     def _post(self, order: Order) -> None:
         """Tells all ranks what is next."""
+        order = replace(order, number=self._order.number + 1)
         text: dict[str, Any] = {"order": asdict(order)}
-        if order.epoch is not None and order.epoch not in self._told:
-            self._told.add(order.epoch)
-            text["plan"] = self._plans[order.epoch].model_dump(mode="json")
+        if order.epoch not in (None, self._installed):  # others may have dropped it
+            text["plan"] = self._plans[order.epoch].model_dump(mode="json", exclude_defaults=True)
         self._sync.engine.post(order.number, json.dumps(text))
         self._upcoming = order
 
     def _hear(self) -> Order:
         """What rank 0 has posted."""
-        if self._upcoming is not None:
-            return self._upcoming
+        if self._judge is not None:
+            if self._upcoming is None:  # a backward that failed has left its order unfinished
+                self._post(self._order)
+            order, self._upcoming = self._upcoming, None
+            assert order is not None
+            return order
         what = f"what comes after step {self._sync.step}"
         text = json.loads(self._sync.engine.hear(self._order.number + 1, what))
         order = Order(**text["order"])
@@ -209,8 +237,7 @@ class Auto:
 
         for known in self._plans.values():
             if essence(known) == essence(plan):
-                if known.epoch not in (self._installed, self._holder):
-                    self._told.discard(known.epoch)  # others may have dropped it
+                self._plans[known.epoch] = self._plans.pop(known.epoch)  # the last to be dropped
                 return known
         self._num_plans += 1
         made = plan.model_copy(update={"epoch": self._num_plans})
@@ -275,7 +302,9 @@ class Auto:
             compressed = [g for g in sync.gradients.values() if g.is_compressed]
             pairs = [(g.parameter, g.choice.codec) for g in compressed]
             for sentence in advice.warnings(optimizer, pairs):
-                _log.warning(sentence)
+                if sentence not in self._warnings:
+                    self._warnings.add(sentence)
+                    _log.warning(sentence)
 
     def say(self, line: str) -> None:
         """A line in the log, from rank 0."""

@@ -109,6 +109,7 @@ def load(sync: Sync, state: dict[str, Any]) -> None:
         return
     for name, facts in state["gradients"].items() if sync.gradients else ():
         _check_fit(sync, state, name, facts)
+    owed = _owed(sync, state)
     if sync._engine is not None:
         sync._engine.settle()
         sync._engine.agree(
@@ -116,7 +117,7 @@ def load(sync: Sync, state: dict[str, Any]) -> None:
         )
     sync.step, sync.scale = int(state["step"]), state["scale"]
     sync.rates = {}
-    sync.owed = {name: owed.clone() for name, owed in state["owed"].items() if owed.any()}
+    sync.owed = owed
     sync.loaded = state
     if sync._engine is not None:
         sync._engine.keeper.clear()
@@ -189,23 +190,42 @@ def _check(state: dict[str, Any]) -> None:
         )
 
 
-def _check_fit(sync: Sync, state: dict[str, Any], name: str, facts: Any) -> None:
-    """Refuses the checkpoint of another model."""
+def _owed(sync: Sync, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What gradients of this model are owed; refuses the checkpoint of another model."""
+    found = {}
+    for name, owed in state["owed"].items():
+        if name in sync.others and name in state["gradients"]:
+            continue  # said already
+        numel = owed.numel() if isinstance(owed, torch.Tensor) else None
+        if (not sync.gradients or _is_trained(sync, name, numel)) and owed.any():
+            found[name] = owed.clone()
+    return found
+
+
+def _is_trained(sync: Sync, name: str, found: Any) -> bool:
+    """Whether the model trains what a checkpoint names, with so many elements; warns where it does
+    not any more, refuses what it does not have."""
     if name in sync.others:
         _log.warning("what was not sent of %r is left out: it is not trained any more.", name)
-        return
+        return False
     if name not in sync.gradients:
         raise UsageError(
             f"the checkpoint holds what was not sent of {name!r}, which this model does not have; "
             "load the checkpoint of this model."
         )
     numel = sync.gradients[name].parameter.numel()
-    if not isinstance(facts, dict) or numel != facts.get("numel"):
-        found = facts.get("numel") if isinstance(facts, dict) else facts
+    if numel != found:
         raise UsageError(
             f"the checkpoint's {name!r} has {found} elements and this model's has {numel}; load "
             "the checkpoint of this model."
         )
+    return True
+
+
+def _check_fit(sync: Sync, state: dict[str, Any], name: str, facts: Any) -> None:
+    """Refuses the checkpoint of another model."""
+    if not _is_trained(sync, name, facts.get("numel") if isinstance(facts, dict) else facts):
+        return
     tensors = [state["mean"].get(name), state["shared"].get(name)]
     num_ranks = sync.engine.transport.num_ranks
     if num_ranks == state["world_size"]:  # of another number only the mean is needed

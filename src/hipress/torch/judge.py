@@ -95,7 +95,8 @@ class Judge:
             times = yield from self._trial(offers, {before: recent}, is_old=False)
             self._settle(times, f"{why}, and ")
             # What it took; planning in vain must stay a small share of all time.
-            self._num_vain = self._num_vain + 1 if self._epoch == before else 0
+            # Halved and not forgotten by a change of the choice: two that are alike take turns.
+            self._num_vain = self._num_vain + 1 if self._epoch == before else self._num_vain // 2
             rest = (self._clock() - began) * 2.0**self._num_vain
             self._free_at = self._clock() + (
                 rest / limits.replan_share / 2 if self._num_vain else 2 * rest

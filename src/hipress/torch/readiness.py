@@ -76,18 +76,18 @@ class Readiness:
         self._parameters = {name: p for name, p in found.items() if p.requires_grad}
         if not self._parameters:
             raise UsageError("the model has no parameter that is trained; there is no gradient.")
-        first = next(iter(self._parameters.values()))
-        self._on_gpu = first.device.type == "cuda"
+        self._device = one_device(self._parameters.values())
+        self._on_gpu = self._device.type == "cuda"
         self.steps: deque[Step] = deque(maxlen=MAX_STEPS)
         """Those that have ended."""
         self._step: Step | None = None
         self._hooks: list[Any] = [
-            module.register_forward_pre_hook(self._before_forward),
-            module.register_forward_hook(self._after_forward),
+            module.register_forward_pre_hook(_untraced(self._before_forward)),
+            module.register_forward_hook(_untraced(self._after_forward)),
         ]
         for name, parameter in self._parameters.items():
             register: Any = parameter.register_post_accumulate_grad_hook
-            self._hooks.append(register(self._on_gradient(name)))
+            self._hooks.append(register(_untraced(self._on_gradient(name))))
 
     def close(self) -> None:
         """Takes the hooks off; what was noted stays."""
@@ -140,7 +140,7 @@ class Readiness:
                 "of the model at least once, then end_step()."
             )
         if self._on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         scale = _scale(steps) if clock == "thread" and not self._on_gpu else 1.0
 
         def work(a: Moment, b: Moment) -> float:
@@ -181,7 +181,7 @@ class Readiness:
         event = None
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
         return Moment(
             time.perf_counter(),
             time.process_time(),
@@ -221,6 +221,30 @@ def named_gradients(module: nn.Module) -> dict[str, nn.Parameter]:
     if isinstance(module, nn.parallel.DistributedDataParallel):
         inner = module.module
     return dict(inner.named_parameters())
+
+
+def one_device(parameters: Iterable[torch.Tensor]) -> torch.device:
+    """Where all parameters are.
+
+    Raises:
+        UsageError: They are on several devices, whose clocks nobody compares.
+
+    Example:
+        >>> one_device(nn.Linear(2, 2).parameters())
+        device(type='cpu')
+    """
+    found = list(dict.fromkeys(parameter.device for parameter in parameters))
+    if len(found) > 1:
+        names = " and ".join(map(str, found[:2]))
+        raise UsageError(
+            f"parameters are on {names}; ready times are taken on one device: move the model there."
+        )
+    return found[0]
+
+
+def _untraced(hook: Callable[..., None]) -> Any:
+    """A hook that torch.compile calls as it is: it would break the graph at every clock."""
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
 
 def measure_errors(

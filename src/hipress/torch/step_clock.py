@@ -25,11 +25,19 @@ class StepClock:
         self._begin: Any = None
         self._last: Any = None
         self._steps: list[tuple[Any, Any]] = []
+        self._hook: Any = None
 
     def stand_at(self, module: nn.Module | None) -> None:
         """Notes when forward begins; without a module a step begins where the last one ended."""
         if module is not None:
-            module.register_forward_pre_hook(self._on_forward)
+            # torch.compile would break the graph at each thing that a hook does.
+            hook = torch.compiler.disable(self._on_forward)  # type: ignore[no-untyped-call]
+            self._hook = module.register_forward_pre_hook(hook)
+
+    def leave(self) -> None:
+        """Takes the hook off."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def begin(self) -> None:
         """A step begins, unless one has."""

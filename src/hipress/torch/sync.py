@@ -140,6 +140,8 @@ class Sync:
             return
         if self._engine is not None:
             self._engine.agree("detach", {"step": self.step})
+        if self.auto is not None:
+            self.auto.stop()
         self._flushes = True
 
     def timeline(self, path: str, steps: int = 10) -> None:
@@ -318,7 +320,11 @@ class Sync:
         if not groups:  # nothing that codecs take
             return self._leave_to_torch(buffer)
         flushes = self._flushes or (auto is not None and auto.flushes)
-        if flushes or (auto is not None and (auto.is_plain or not _has_codec(groups))):
+        # Not beside a transport whose messages need one order on all ranks (NCCL): nothing says
+        # which comes first, this sum or an exchange of the engine's.
+        is_free = self._engine is not None and not self._engine.transport.ordered
+        is_left = auto is not None and (auto.is_plain or (is_free and not _has_codec(groups)))
+        if flushes or is_left:
             if flushes or self.owed:
                 self.pay(groups, buffer, flush=flushes)
                 self._under_way.append((groups, buffer))

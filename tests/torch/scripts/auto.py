@@ -22,6 +22,7 @@ import hipress.torch
 from hipress.plan import Decision, Plan
 from hipress.torch import advisor, auto, judge
 from hipress.torch.orders import Limits
+from hipress.torch.step_clock import StepClock
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.scenarios import main, tell
@@ -72,13 +73,17 @@ def candidate(codec, strategy="ps", step_s=0.01, names=LAYERS):
 class Clock:
     """Step times by what a step is exchanged with, instead of those of the clock."""
 
-    pace = now = sync = None
+    pace = sync = None
+    now = 0.0
 
     def __init__(self, device):
         self.times = []
         Clock.now = 0.0
 
     def stand_at(self, module):
+        pass
+
+    def leave(self):
         pass
 
     def end(self):
@@ -118,11 +123,13 @@ class Run:
         pace: (codec of the plan in use or None, step) -> seconds.
     """
 
-    def __init__(self, rank, lists, pace, module=None, ddp=None, limits=LIMITS, **options):
+    def __init__(
+        self, rank, lists, pace, module=None, ddp=None, limits=LIMITS, clock=Clock, **options
+    ):
         Advisor.lists = lists
         advisor.Advisor = Advisor
         auto.Limits = lambda: limits
-        auto.StepClock = Clock
+        auto.StepClock = clock
         auto.Judge = functools.partial(judge.Judge, clock=lambda: Clock.now)
         Clock.sync, Clock.pace = None, pace
         self.rank = rank
@@ -297,6 +304,36 @@ def detached(rank, num_ranks):
     run.sync.detach()
     run.steps(4, first=30)
     return {"codec": codec, "gaps": run.ledger.gaps(), "bits": bits(run.module)}
+
+
+def clocks(rank, num_ranks):
+    """With real clocks: what each rank keeps of its steps, and hooks that detach leaves."""
+    run = Run(rank, [[("onebit",)]], None, limits=CALM, clock=StepClock).steps(40)
+    clock = run.sync.auto._clock
+    kept = 0 if clock is None else len(clock._steps)
+    early = Run(rank, [[("onebit",)]], None, clock=StepClock).steps(2)
+    early.sync.detach()
+    early.steps(2, first=2)
+    hooks = len(early.ddp._forward_pre_hooks) + len(early.ddp._forward_hooks)
+    return {"kept": kept, "hooks": hooks, "bits": [bits(run.module), bits(early.module)]}
+
+
+def breaks(rank, num_ranks, id):
+    """Rank 2 fails while all measure, and lives on; the others get an error."""
+    global tell_probe
+
+    def fail(_):
+        tell(id=id, rank=rank, failed=time.monotonic())
+        raise ValueError("no such kernel")
+
+    if rank == 2:
+        tell_probe = fail
+    run = Run(rank, [[("onebit",)]], lambda codec, step: 0.02 if codec is None else 0.01)
+    try:
+        run.steps(12)
+    except ValueError:
+        time.sleep(6)
+        raise
 
 
 def dies(rank, num_ranks, id, where):
