@@ -308,3 +308,9 @@ def test_codec_and_strategy_are_filled_in():
 def test_what_a_plan_leaves_open(plan, codec, strategy):
     """Catches: a codec beside a plan that decides, or none beside one that does not."""
     assert (plan.takes_codec, plan.takes_strategy) == (codec, strategy)
+
+
+def test_a_profile_is_no_plan_and_says_so():
+    """Catches: raw text of a parser where the wrong file was given."""
+    with pytest.raises(UsageError, match=r"is a profile; make a plan from it with hipress plan"):
+        Plan.read({"version": 1, "network": {}, "machine": {}})

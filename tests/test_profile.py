@@ -73,3 +73,10 @@ def test_a_newer_profile_says_so_though_it_has_other_fields():
 def test_what_says_no_version_has_none(text):
     """Catches: a traceback in place of the sentence of the check behind it."""
     assert version_of(text) == 0
+
+
+def test_a_plan_is_no_profile_and_says_so():
+    """Catches: advice to update hipress where the wrong file was given."""
+    text = '{"version": 2, "gradients": {"w": {"codec": "int8"}}}'
+    with pytest.raises(UsageError, match=r"is not a profile: the file: this is a plan"):
+        Profile.parse(text)

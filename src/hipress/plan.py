@@ -259,7 +259,7 @@ def _row(line: str) -> tuple[str, Decision]:
 
 
 def _checked(made: Callable[[], Plan], source: object, name: str) -> Plan:
-    version = version_of(source)
+    version = version_of(source, other="network")
     if version > VERSION:
         raise UsageError(
             f"plan {name} has version {version} and this hipress reads up to {VERSION}; update "
@@ -268,6 +268,10 @@ def _checked(made: Callable[[], Plan], source: object, name: str) -> Plan:
     try:
         plan = made()
     except ValidationError as error:
+        if any(one["loc"] == ("network",) for one in error.errors()):
+            raise UsageError(
+                f"plan {name} is a profile; make a plan from it with hipress plan --profile."
+            ) from error
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise _no_plan(name, where, first["msg"]) from error

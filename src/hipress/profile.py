@@ -20,9 +20,13 @@ from hipress.errors import UsageError
 VERSION = 1
 
 
-def version_of(found: object) -> int:
+def version_of(found: object, other: str = "") -> int:
     """The version that a document says it has, before anything else of it is read: a newer one may
-    have fields that would be refused. 0 where it says none.
+    have fields that would be refused. 0 where it says none, and where it is another document.
+
+    Args:
+        found: Its text, or what that holds.
+        other: A field that only another kind of document has.
 
     Example:
         >>> version_of('{"version": 3}'), version_of({"version": 2}), version_of("not JSON")
@@ -33,7 +37,9 @@ def version_of(found: object) -> int:
             found = from_json(found)
         except ValueError:
             return 0
-    version = found.get("version") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or other in found:
+        return 0
+    version = found.get("version")
     return version if isinstance(version, int) else 0
 
 
@@ -294,7 +300,7 @@ class Profile(_Value):
     @classmethod
     def parse(cls, text: str | bytes, name: str = "given") -> Profile:
         """Reads one from its JSON text; `name` names it in errors."""
-        version = version_of(text)
+        version = version_of(text, other="gradients")
         if version > VERSION:
             raise UsageError(
                 f"profile {name} has version {version} and this hipress reads up to {VERSION}; "
@@ -306,10 +312,16 @@ class Profile(_Value):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
             why = first["msg"].removeprefix("Value error, ")
+            if b'"gradients"' in _bytes(text) and b'"network"' not in _bytes(text):
+                where, why = "the file", "this is a plan"
             raise UsageError(
                 f"profile {name} is not a profile: {where}: {why}; make one with "
                 "hipress profile -o profile.json."
             ) from error
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
 
 
 def _twice(names: Sequence[str]) -> str | None:

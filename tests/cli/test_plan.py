@@ -2,7 +2,6 @@
 
 import json
 import sys
-import types
 from dataclasses import dataclass
 
 import pytest
@@ -210,10 +209,8 @@ def asked(monkeypatch):
                 raise UsageError("budget 'bad' is no budget.")
             return f"budget {text}"
 
-    for name, member in (("search", search), ("budget", Budget)):
-        module = types.ModuleType(f"hipress.secopa.{name}")
-        setattr(module, member.__name__, member)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("hipress.secopa.search.search", search)
+    monkeypatch.setattr("hipress.secopa.budget.Budget", Budget)
     gradients = tuple(
         GradientProfile(name=name, numel=numel, ready_s=ready_s)
         for name, numel, ready_s in (

@@ -228,3 +228,17 @@ def test_sparse_tables_are_found():
     assert sparse_names(model) == {"a.weight", "c.1.weight"}
     assert sparse_names(model["a"]) == {"weight"}
     assert sparse_names(torch.compile(model["c"], backend="eager")) == {"1.weight"}
+
+
+def test_a_plan_for_another_number_of_ranks_is_told(caplog):
+    """Catches: a plan whose times and partitions are those of another cluster, in silence."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(80, 80))
+        plan = Plan(gradients={"weight": Decision(codec="int8")}, num_ranks=4)
+        sync = hipress.attach(model, plan=plan)
+        assert "the plan was made for 4 ranks and 1 are here" in caplog.text
+        sync.engine.close()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -10,6 +10,7 @@ from typing import Any
 from hipress.cli._doctor_job import MOST_RATE, PREDICTION_ERROR, Finding, fixed_choices
 from hipress.cli._sweep import PLAN
 from hipress.errors import UsageError
+from hipress.secopa.budget import CAREFUL
 from hipress.secopa.what_if import parse_rate, rate_text
 
 LAB_HOSTS = 64
@@ -110,8 +111,16 @@ def advice(found: Finding) -> str:
     return (
         f"hipress bench train --model {job.model} --hosts {hosts} --rate {rate}{batch} --codec "
         f"'{codec}' --strategy {strategy} measures it in {lab}; in a script of yours, "
-        f"sync = hipress.attach(model{', ' + call if call else ''})"
+        f"sync = hipress.attach(model) decides on the job itself{_or_by_name(codec, call)}"
     )
+
+
+def _or_by_name(codec: str, call: str) -> str:
+    """How to have the codec that was found, and what to mind."""
+    if not call:
+        return ""
+    minds = "" if codec in CAREFUL else " (docs/convergence.md says what it does to accuracy)"
+    return f", sync = hipress.attach(model, {call}) takes this codec{minds}"
 
 
 def _lab_rate(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,6 +163,21 @@ def plan(
     if explain:
         _print_table(made)
     print(f"{path}: {_summary(made)}")
+    _warn(made)
+
+
+def _warn(made: Made) -> None:
+    """Says of codecs that some optimizers mind."""
+    from hipress.plan import ANY
+    from hipress.secopa.budget import CAREFUL
+
+    used = {made_for.codec for made_for in made.plan.gradients.values()}
+    if bold := used - {*CAREFUL, "none", ANY}:
+        print(
+            f"It uses {', '.join(sorted(bold))}, which may fall behind with "
+            "momentum or Adam (docs/convergence.md); --budget careful leaves such codecs out.",
+            file=sys.stderr,
+        )
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:

@@ -260,6 +260,7 @@ def _title(made: Profile) -> str:
 
 def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> None:
     from hipress.report.table import Column, fixed, print_table
+    from hipress.secopa.what_if import MOST_WHOLE
 
     columns = [
         Column(header="nodes", show=lambda row: str(row["nodes"])),
@@ -273,6 +274,13 @@ def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> N
         Column(header="scaling\n%", show=fixed("efficiency", 1, scale=100)),
     ]
     print_table(f"Simulated steps: {_title(made)}", columns, rows, to_stderr=to_stderr)
+    if any(row["nodes"] > MOST_WHOLE for row in rows):
+        typer.echo(
+            f"Above {MOST_WHOLE} nodes one rank stands for all, one that aggregates: its MB are "
+            "the most that a rank sends. With fewer slices than ranks, as small models have, its "
+            "times are rough (docs/simulate.md).",
+            err=True,
+        )
 
 
 # --- published curves -----------------------------------------------------------------------------

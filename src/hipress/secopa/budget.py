@@ -77,7 +77,7 @@ class Budget:
         if not 0 < bound <= 1:
             raise UsageError(
                 f"budget {given!r} is neither {' nor '.join(BUDGETS)} nor a bound on the error of "
-                "a layer's message, above 0 and up to 1; choose one."
+                "a layer's message, above 0 and up to 1, e.g. 0.1; choose one."
             )
         return cls(codecs=None, bound=bound)
 

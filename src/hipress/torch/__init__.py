@@ -23,6 +23,8 @@ from hipress.torch.sync import Settings, Sync
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_log = logging.getLogger("hipress")
+
 __all__ = ["Stats", "Sync", "attach", "comm_hook"]
 
 DEFAULT_CODEC = "int8"
@@ -153,6 +155,12 @@ def attach(
     except BaseException:
         engine.close()
         raise
+    made_for = None if asked.plan is None else asked.plan.num_ranks
+    if made_for not in (None, engine.transport.num_ranks) and engine.transport.rank == 0:
+        _log.warning(
+            "the plan was made for %d ranks and %d are here; make one for so many with hipress "
+            "plan --nodes.", made_for, engine.transport.num_ranks,
+        )  # fmt: skip
     sync.others = frozenset(everything) - set(sync.gradients)
     sync.watch(ddp)
     sync.tell()
