@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -104,6 +106,10 @@ class Simulator:
                 is left to DDP.
             record: Note what happens when, for a timeline.
         """
+        with _uncollected():
+            return self._play(plan, record)
+
+    def _play(self, plan: Plan | Mapping[str, Decision] | None, record: bool) -> Simulated:
         jobs = self._jobs(plan)
         total = sum(
             step.num_bytes for job in jobs for step in job.scripts[0].steps if step.peer != -1
@@ -215,6 +221,19 @@ class Simulated:
     def exposed_s(self) -> float:
         """Of the exchange, that backward did not hide."""
         return max(self.played.exchange_end_s - self.played.backward_end_s, 0.0)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector: a play makes a hundred thousand objects, and hardly any garbage that
+    only it would find; in a large process it looks at all others each time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 LEFT_ALONE = Decision(codec="none", strategy="ps")
