@@ -251,7 +251,7 @@ EAGER = ("onebit", "minmax(bits=2)", "terngrad", "topk(ratio=0.01, exact=true)")
 
 def time_eager(name: str, numel: int) -> dict[str, Any]:
     """Our encode beside the same algorithm in eager torch, plain and with buffers made before."""
-    from hipress.report import eager, eager_tuned
+    from hipress.bench import eager, eager_tuned
 
     ours = hipress.codec(name)
     x = torch.empty(numel, device="cuda").normal_()

@@ -14,8 +14,8 @@ from hipress.version import __version__
 
 if TYPE_CHECKING:
     from hipress import codecs, torch
-    from hipress.casync.world import allreduce
     from hipress.codecs import Codec, codec
+    from hipress.session.world import allreduce
     from hipress.torch import attach
 
 __all__ = ["Codec", "__version__", "allreduce", "attach", "codec", "codecs", "torch"]
@@ -23,7 +23,7 @@ __all__ = ["Codec", "__version__", "allreduce", "attach", "codec", "codecs", "to
 # Public name: where it lives. Loaded when first used, so that `import hipress` costs nothing.
 _LAZY = {
     "Codec": "hipress.codecs",
-    "allreduce": "hipress.casync.world",
+    "allreduce": "hipress.session.world",
     "attach": "hipress.torch",
     "codec": "hipress.codecs",
     "codecs": "hipress.codecs",

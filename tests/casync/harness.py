@@ -10,8 +10,8 @@ import torch
 from torch.distributed import HashStore
 
 import hipress
-from hipress.casync.engine import Engine
-from hipress.casync.loopback import Hub, Loopback
+from hipress.casync.engine.engine import Engine
+from hipress.casync.engine.loopback import Hub, Loopback
 
 LIMIT_S = 60.0
 """No rank of any test may take longer."""

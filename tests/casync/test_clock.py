@@ -7,7 +7,7 @@ import time
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from hipress.casync import clock
+from hipress.casync.ranks import clock
 from hipress.errors import PeerError
 
 pytestmark = pytest.mark.alone

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import hipress
-from hipress.casync import pieces
-from hipress.casync.strategies import STRATEGIES
+from hipress.casync.graphs import partitions
+from hipress.casync.graphs.strategies import STRATEGIES
 from hipress.lab import Lab
 from tests import scenarios
 from tests.scenarios import Told
@@ -284,7 +284,7 @@ def test_between_hosts_one_frame_each_way(two_by_two, codec):
     results = two_by_two[0].results("wire", range(4))
     numel, steps = 2_000_000, 4
     made = hipress.codec(codec)
-    layout = pieces.cut([numel], 4)
+    layout = partitions.cut([numel], 4)
     frames = sum(
         made.wire_bytes(part.numel) + made.aggregator(2).wire_bytes(part.numel)
         for part in layout.slices

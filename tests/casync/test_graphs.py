@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hipress.casync import lowering, pieces, strict
-from hipress.casync.graph import COMPUTING, Kind, Verb
-from hipress.casync.strategies import STRATEGIES, Cluster, build
+from hipress.casync.graphs import lowering, partitions, strict
+from hipress.casync.graphs.graph import COMPUTING, Kind, Verb
+from hipress.casync.graphs.strategies import STRATEGIES, Cluster, build
 from hipress.errors import UsageError
 
 LOWERINGS = {
@@ -108,7 +108,7 @@ def test_hosts_of_any_size_count_as_much_as_they_have(hosts):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9, 16, 17])
 def test_bulk_groups(strategy, num_ranks):
     numels = [100] * 7 + [1_000_000, 10, 70_001, 5, 300_000]
-    layout = pieces.cut(numels, num_ranks, piece_numel=500_000)
+    layout = partitions.cut(numels, num_ranks, piece_numel=500_000)
     assert len(layout.routes) < len(layout.slices)
     for options in lowerings(num_ranks):
         graphs = graphs_of(
@@ -397,11 +397,15 @@ def test_owners_and_aggregators_are_spread():
 # --- pieces ---------------------------------------------------------------------------------------
 
 
-def check_layout(numels, num_routes, *, piece_numel=pieces.PIECE_NUMEL, bulk=True, pipelined=True):
-    layout = pieces.cut(numels, num_routes, piece_numel=piece_numel, bulk=bulk, pipelined=pipelined)
+def check_layout(
+    numels, num_routes, *, piece_numel=partitions.PIECE_NUMEL, bulk=True, pipelined=True
+):
+    layout = partitions.cut(
+        numels, num_routes, piece_numel=piece_numel, bulk=bulk, pipelined=pipelined
+    )
     runs = {tensor: [] for tensor in range(len(numels))}
     for part in layout.slices:
-        assert part.start % pieces.GRAIN == 0
+        assert part.start % partitions.GRAIN == 0
         assert part.numel > 0
         runs[part.tensor].append((part.start, part.stop))
     for tensor, numel in enumerate(numels):
@@ -440,7 +444,7 @@ NUMELS = st.lists(
 @given(
     NUMELS,
     st.integers(1, 17),
-    st.sampled_from([1, 4096, 100_000, 2**18, pieces.PIECE_NUMEL]),
+    st.sampled_from([1, 4096, 100_000, 2**18, partitions.PIECE_NUMEL]),
     st.booleans(),
     st.booleans(),
 )
@@ -461,7 +465,7 @@ def test_small_gradients_travel_together():
 
 
 def test_empty_gradients_are_left_out():
-    assert pieces.cut([], 3).slices == pieces.cut([0, 0], 3).slices == ()
+    assert partitions.cut([], 3).slices == partitions.cut([0, 0], 3).slices == ()
     layout, _ = check_layout([0, 5, 0, 7, 0], 2)
     assert [part.tensor for part in layout.slices] == [1, 3]
 
@@ -485,12 +489,12 @@ def test_a_skewed_list_is_dealt_evenly(num_routes, bulk):
     ]
     _, loads = check_layout(numels, num_routes, bulk=bulk)
     # The largest go first, so a route is ahead of another by one piece at most.
-    assert max(loads) - min(loads) <= pieces.PIECE_NUMEL
+    assert max(loads) - min(loads) <= partitions.PIECE_NUMEL
 
 
 def test_one_large_gradient_occupies_every_route():
     for num_routes in range(1, 9):
-        _, loads = check_layout([num_routes * pieces.LEAST_NUMEL], num_routes)
+        _, loads = check_layout([num_routes * partitions.LEAST_NUMEL], num_routes)
         assert min(loads) > 0
         _, loads = check_layout([100_000_000], num_routes)
         assert max(loads) < 1.01 * min(loads)

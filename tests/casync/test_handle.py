@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from hipress.casync.handle import Handle, Settler, joint
+from hipress.casync.engine.handle import CallbackThread, Handle, joint
 
 
 def made(count):
-    settler = Settler()
+    settler = CallbackThread()
     return settler, [Handle([], None, settler) for _ in range(count)]
 
 
@@ -57,7 +57,7 @@ def test_what_has_ended_is_joined_at_once():
 
 def test_the_settler_may_be_closed_by_itself():
     """Catches: `cannot join current thread` when the last who held an engine is a callback."""
-    settler = Settler()
+    settler = CallbackThread()
     problems, done = [], threading.Event()
 
     def close():

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import hipress
-from hipress.casync import pieces
-from hipress.casync.engine import Options
-from hipress.casync.executor import Executor
-from hipress.casync.graph import Kind
-from hipress.casync.loopback import Hub, Loopback
-from hipress.casync.strategies import STRATEGIES
+from hipress.casync.engine.engine import Options
+from hipress.casync.engine.executor import Executor
+from hipress.casync.engine.loopback import Hub, Loopback
+from hipress.casync.graphs import partitions
+from hipress.casync.graphs.graph import Kind
+from hipress.casync.graphs.strategies import STRATEGIES
 from hipress.errors import FrameError, PeerError, UsageError
 from tests.casync.harness import Reference, gradient, mean_of, outcomes, run
 
@@ -228,7 +228,7 @@ def test_the_mean_of_many_steps_arrives(strategy, codec):
 @pytest.mark.parametrize("codec", FAMILIES)
 def test_a_bad_number_reaches_every_rank_and_no_residual(codec, strategy):
     bad_rank, place = 1, 150_000
-    layout = pieces.cut([LARGE], 3)
+    layout = partitions.cut([LARGE], 3)
     bad = next(part for part in layout.slices if part.start <= place < part.stop)
 
     def work(engine, rank):
@@ -681,7 +681,7 @@ def test_every_task_is_recorded(ordered):
         assert {event.name for event in events} == {"w"}
         assert all(event.start_ns <= event.end_ns for event in events)
         verbs = [event.verb for event in events]
-        assert verbs.count("encode") == len(pieces.cut([LARGE], 2).routes)
+        assert verbs.count("encode") == len(partitions.cut([LARGE], 2).routes)
         assert ("exchange" in verbs) == ordered
         assert ("send" in verbs and "recv" in verbs) != ordered
 
@@ -726,7 +726,7 @@ def test_a_damaged_frame_is_refused_and_all_ranks_hear_of_it(strategy, ordered, 
 
 def test_after_a_failure_every_call_fails_at_once(monkeypatch):
     monkeypatch.setattr("tests.casync.harness.Loopback", damaging(1))
-    monkeypatch.setattr("hipress.casync.executor.CLOSE_S", 0.2)
+    monkeypatch.setattr("hipress.casync.engine.executor.CLOSE_S", 0.2)
 
     def work(engine, rank):
         errors = []

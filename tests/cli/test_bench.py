@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import hipress
+from hipress.bench import codec_rows
 from hipress.cli._machine import available_memory_bytes
 from hipress.cli.bench import parse_size, split_expressions
 from hipress.cli.main import main
 from hipress.errors import UsageError
-from hipress.report import codec_rows
 
 SIZE_BYTES = 40_004  # 10,001 floats: no multiple of a block or of 8
 

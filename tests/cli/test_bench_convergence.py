@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from hipress.bench.convergence_table import BEGIN, END
 from hipress.cli import _cluster
 from hipress.cli._convergence_rank import Config
 from hipress.cli.main import main
-from hipress.report.convergence_table import BEGIN, END
 from hipress.train.compare import compare
 from hipress.train.convergence import TASKS
 from tests.lab.conftest import refusal

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from hipress.bench.loss_plot import Curve, draw, smooth
 from hipress.cli import demo as command
 from hipress.cli._demo_view import demo_view
 from hipress.cli.main import main
 from hipress.errors import LabError
-from hipress.report.loss_plot import Curve, draw, smooth
 from tests.scenarios import refusal
 
 PNG = b"\x89PNG\r\n\x1a\n"

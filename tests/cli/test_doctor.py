@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hipress import settings
-from hipress.casync import probe_codecs
 from hipress.cli import _cluster, _doctor_job, _doctor_timing, _doctor_words, _machine, doctor
 from hipress.cli.main import main
+from hipress.probe import codec_costs
 from hipress.profile import Machine
 from hipress.secopa.simulate import Simulator
 from hipress.secopa.what_if import uniform, with_rate
@@ -302,7 +302,7 @@ def made_up_job(rate_bits, *, backward_s=0.1, element_s=1e-10, numel=2**22):
 def test_a_job_gets_a_paragraph_and_a_table(capsys, monkeypatch):
     """Catches: a job of which nothing is said, or of which the table lacks a choice."""
     known = [codec("none", 1.0, 1e-10), codec("onebit", 1 / 32, 1e-10)]
-    monkeypatch.setattr(probe_codecs, "measure", lambda *_, **__: known)
+    monkeypatch.setattr(codec_costs, "measure", lambda *_, **__: known)
     code, out, err = run(capsys, "--model", "mlp", "--rate", "10mbit", "--codec", "onebit")
     assert (code, err.strip()) == (0, "")
     flat = " ".join(out.split())

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hipress.bench import table
 from hipress.cli import profile as profile_command
 from hipress.cli.main import main
 from hipress.cli.profile import config, in_a_job
 from hipress.profile import Profile
-from hipress.report import table
 from hipress.train.models import MODELS
 
 pytestmark = pytest.mark.alone

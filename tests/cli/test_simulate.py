@@ -10,8 +10,8 @@ from hipress.cli import _layers, _sweep
 from hipress.cli._sweep import Setting
 from hipress.cli.main import main
 from hipress.plan import Decision, Plan
-from hipress.secopa import presets, scaling
 from hipress.secopa.search import search
+from hipress.secopa.sosp21 import presets, scaling
 from hipress.timeline import check_trace
 from tests.secopa.made_up import codec, profile
 

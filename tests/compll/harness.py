@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hipress.compll.build import Bound, parse_program
-from hipress.compll.derive import ALPHA, MU, PLAIN, Variant
-from hipress.compll.parse import parse
+from hipress.compll.front.parse import parse
+from hipress.compll.passes.derive import ALPHA, MU, PLAIN, Variant
 from tests.compll import oracle
 
 Rng = tuple[int, int, int]

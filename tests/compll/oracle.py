@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hipress.compll import ast
+from hipress.compll.front import ast
 
 Elem = tuple[str, int]
 FLOAT: Elem = ("float", 32)
@@ -335,7 +335,7 @@ class Machine:
     """Runs the two functions of a parsed file.
 
     Example:
-        >>> from hipress.compll.parse import parse
+        >>> from hipress.compll.front.parse import parse
         >>> text = "void XEncode(float* g, uint8* c) { c = concat(g); }"
         >>> parts, _ = Machine(parse(text), {}).encode(np.ones(2, np.float32), (), (0, 0, 0))
         >>> parts[0].value.tolist()

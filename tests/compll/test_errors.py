@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from hipress.compll.build import parse_program
-from hipress.compll.derive import Variant
-from hipress.compll.parse import MAX_CHARS
+from hipress.compll.front.parse import MAX_CHARS
+from hipress.compll.passes.derive import Variant
 from hipress.errors import ProgramError, UsageError
 from tests.compll.harness import bound, run
 

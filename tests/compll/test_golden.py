@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hipress.compll.build import parse_program
-from hipress.compll.derive import PLAIN, Variant
+from hipress.compll.passes.derive import PLAIN, Variant
 
 GOLDEN = Path(__file__).parent / "golden"
 FEEDBACK = Variant(feedback=True)

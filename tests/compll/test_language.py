@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hipress.compll.build import parse_program
-from hipress.compll.derive import Variant
+from hipress.compll.passes.derive import Variant
 from hipress.errors import UsageError
 from tests.compll.harness import bound, decode, encode, run
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from hipress.compll.build import parse_program
-from hipress.compll.derive import PLAIN, Variant
 from hipress.compll.ir import (
     Array,
     Compact,
@@ -26,6 +25,7 @@ from hipress.compll.ir import (
     Sorting,
     walk,
 )
+from hipress.compll.passes.derive import PLAIN, Variant
 from tests.compll.harness import bound, run, run_oracle
 
 FEEDBACK = Variant(feedback=True)

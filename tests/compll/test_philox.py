@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from hipress.compll.cpu import prelude as cpu_prelude
-from hipress.compll.reference import prelude as reference_prelude
+from hipress.compll.backends.cpu import prelude as cpu_prelude
+from hipress.compll.backends.reference import prelude as reference_prelude
 from tests.compll import oracle
 from tests.compll.harness import bound, decode, encode
 

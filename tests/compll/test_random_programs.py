@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from hipress.compll import threads
-from hipress.compll.derive import PLAIN, Variant
-from hipress.compll.passes import NotFusable
+from hipress.compll.backends import threads
+from hipress.compll.passes.derive import PLAIN, Variant
+from hipress.compll.passes.schedule import NotFusable
 from tests.compll.generate import Program, programs
 from tests.compll.harness import Result, bound, run, run_oracle
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hipress.compll.derive import PLAIN, Variant
+from hipress.compll.passes.derive import PLAIN, Variant
 from hipress.errors import ProgramError
 from tests.compll.harness import bound, decode, encode, run, run_oracle
 from tests.compll.oracle import Refused

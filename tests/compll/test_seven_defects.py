@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hipress.compll.backends.reference import prelude
 from hipress.compll.build import Bound, read_program
-from hipress.compll.reference import prelude
 from tests.compll.harness import RNG, decode, encode
 
 PROGRAM = Path(__file__).parent / "programs" / "TernGradEncode.pse"

@@ -9,10 +9,10 @@ import pytest
 
 from hipress import codecs
 from hipress.compll.build import parse_program
-from hipress.compll.cost import cost
-from hipress.compll.derive import PLAIN, Variant
-from hipress.compll.parse import parse
-from hipress.compll.show import show_ast, show_passes
+from hipress.compll.front.parse import parse
+from hipress.compll.passes.cost import cost
+from hipress.compll.passes.derive import PLAIN, Variant
+from hipress.compll.tools.show import show_ast, show_passes
 
 PROGRAMS = Path(__file__).parent / "programs"
 SEED = PROGRAMS / "TernGradEncode.pse"

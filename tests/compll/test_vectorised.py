@@ -13,7 +13,7 @@ import pytest
 from llvmlite import binding
 
 from hipress.compll.build import import_source, parse_program
-from hipress.compll.derive import ALPHA, MU, PLAIN, Variant
+from hipress.compll.passes.derive import ALPHA, MU, PLAIN, Variant
 from tests.compll.harness import RNG, scratch
 
 FEEDBACK = Variant(feedback=True)

@@ -36,10 +36,11 @@ from hipress.cli.main import main
 from hipress.codecs import table, wrappers
 from hipress.codecs.program import ProgramCodec
 from hipress.codecs.spec import Option
-from hipress.compll import ast, build
-from hipress.compll.cost import cost
-from hipress.compll.operators import OPERATORS
-from hipress.compll.parse import parse
+from hipress.compll import build
+from hipress.compll.front import ast
+from hipress.compll.front.operators import OPERATORS
+from hipress.compll.front.parse import parse
+from hipress.compll.passes.cost import cost
 from hipress.errors import HipressError, ProgramError
 from tests.lab.conftest import refusal
 

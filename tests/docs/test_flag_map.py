@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hipress import codecs, settings
-from hipress.casync import strategies
+from hipress.casync.graphs import strategies
 from hipress.cli import train
 from hipress.cli.main import COMMANDS, load
 from hipress.errors import UsageError

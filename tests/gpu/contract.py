@@ -26,11 +26,11 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 import hipress
 from hipress.codecs import gpu
 from hipress.codecs.program import ProgramCodec
+from hipress.compll.backends.gpu import runtime
 from hipress.compll.build import read_program
-from hipress.compll.derive import PLAIN, Variant
-from hipress.compll.emit import Package
-from hipress.compll.gpu import runtime
-from hipress.compll.passes import NotFusable
+from hipress.compll.passes.derive import PLAIN, Variant
+from hipress.compll.passes.schedule import NotFusable
+from hipress.compll.tools.emit import Package
 from hipress.errors import BackendError, FrameError, UsageError
 from tests.codecs.cases import CASES, DGC, FLAGS, HEAD, MOMENTUM, WIRE, Case, gaussian, ulps
 from tests.codecs.damage import damaged

@@ -4,7 +4,7 @@ import os
 import random
 
 from hipress.launch.lines import LONGEST_BYTES, Lines
-from hipress.launch.messages import pack, unpack
+from hipress.launch.protocol import pack, unpack
 from hipress.launch.screen import Screen
 from hipress.launch.streams import Stream
 

@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 
 from hipress.errors import UsageError
-from hipress.secopa import scaling
-from hipress.secopa.presets import PRESETS, RESNET50_WORK, Layer, preset, profile, spread_work
 from hipress.secopa.simulate import Simulator
+from hipress.secopa.sosp21 import scaling
+from hipress.secopa.sosp21.presets import (
+    PRESETS,
+    RESNET50_WORK,
+    Layer,
+    preset,
+    profile,
+    spread_work,
+)
 
 LAYERS = [
     Layer(name="fc.weight", numel=10**8, dims=2, work=1e12),

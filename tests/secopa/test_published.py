@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from hipress.casync.pieces import Dealer
+from hipress.casync.graphs.partitions import Partitioner
 from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import (
@@ -16,7 +16,7 @@ from hipress.profile import (
     Network,
     Profile,
 )
-from hipress.secopa.published import Costs, Line, costs_of, in_lines, plan, read_input, sosp21
+from hipress.secopa.sosp21.planner import Costs, Line, costs_of, in_lines, plan, read_input, sosp21
 from tests.secopa import vgg19
 
 
@@ -251,7 +251,7 @@ def test_slices_that_are_cut_by_size_are_counted():
         }
     )  # fmt: skip
     lines = in_lines(made, found, 4)
-    cut = len(Dealer(4).place(5 * 2**20, 2**20))
+    cut = len(Partitioner(4).place(5 * 2**20, 2**20))
     assert cut > 3
     assert [d.partitions for d in lines.gradients.values()] == [cut, 3, 1, None]
     assert [d.numel for d in lines.gradients.values()] == [g.numel for g in gradients]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import hipress
-from hipress.casync.pieces import Dealer
-from hipress.casync.recipe import Options, Recipe, codes_local, piece_numel
-from hipress.casync.shape import Shape
+from hipress.casync.engine.recipe import Options, Recipe, codes_local, piece_numel
+from hipress.casync.graphs.partitions import Partitioner
+from hipress.casync.graphs.shape import Shape
 from hipress.errors import UsageError
 from hipress.plan import Decision
 from hipress.profile import Profile
@@ -170,7 +170,7 @@ def test_more_ranks_than_pieces_still_end():
 def test_it_plays_the_graph_that_the_engine_runs(name, strategy):
     numels, num_ranks = (3_000_000, 4096, 100, 70_000), 4
     made_by = hipress.codec(name)
-    dealer = Dealer(num_ranks)
+    dealer = Partitioner(num_ranks)
     places = tuple(dealer.place(n, 2**19) for n in numels)
     recipe = Recipe(
         names=tuple("abcd"),

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from hipress.casync import clock
+from hipress.casync.ranks import clock
 from hipress.errors import UsageError
 from hipress.timeline import check_trace, summary
 from hipress.torch import trace as tracing

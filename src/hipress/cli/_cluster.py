@@ -17,7 +17,7 @@ from hipress.cli._machine import available_memory_bytes
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
-    from hipress.report._cluster import ClusterConfig
+    from hipress.bench._cluster import ClusterConfig
 
 MOST_TIMEOUT_S = 10**6
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hipress.report._cluster import ClusterConfig
-from hipress.report._ranks import Interface, largest, ranks_agree, run_rank, tell
+from hipress.bench._cluster import ClusterConfig
+from hipress.bench._ranks import Interface, largest, ranks_agree, run_rank, tell
 from hipress.train import data as data_sets
 from hipress.train.convergence import NUM_POINTS, Task, follow, task
 from hipress.train.data import DataSet

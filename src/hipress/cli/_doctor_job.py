@@ -134,15 +134,15 @@ def examine_job(job: Job, on_part: OnPart = lambda fraction: None) -> Finding:
     """Measures what can be measured here, and simulates the rest."""
     import torch
 
-    from hipress.casync import probe_codecs
-    from hipress.casync.probe import cores
-    from hipress.casync.probe_cache import processor
     from hipress.cli._doctor_timing import time_model
+    from hipress.probe import codec_costs
+    from hipress.probe.cache import processor
+    from hipress.probe.links import cores
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, timed_batch = time_model(job.model, job.batch, device)
     on_part(0.3)
-    costs = probe_codecs.measure(
+    costs = codec_costs.measure(
         ["none", *job.codecs],
         device,
         job.hosts,

@@ -138,7 +138,7 @@ def show(found: Finding) -> None:
     """Prints the paragraph and the table."""
     import textwrap
 
-    from hipress.report.table import Column, fixed, print_table
+    from hipress.bench.table import Column, fixed, print_table
 
     print(textwrap.fill(paragraph(found), 96))
     print(f"Next: {advice(found)}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hipress.errors import UsageError
-from hipress.secopa.presets import Layer, spread_work
+from hipress.secopa.sosp21.presets import Layer, spread_work
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hipress.casync import probe, probe_codecs
-from hipress.casync.engine import Engine
-from hipress.casync.world import engine_of
+from hipress.bench._cluster import ClusterConfig
+from hipress.bench._ranks import run_rank, tell
+from hipress.casync.engine.engine import Engine
+from hipress.probe import codec_costs, links
 from hipress.profile import ModelProfile, Profile
-from hipress.report._cluster import ClusterConfig
-from hipress.report._ranks import run_rank, tell
-from hipress.torch.readiness import Readiness, measure_errors, merged, named_gradients
+from hipress.session.world import engine_of
+from hipress.torch.gradient_timer import GradientTimer, measure_errors, merged, named_gradients
 from hipress.train.models import model
 from hipress.train.tasks import TASKS
 from hipress.version import __version__
@@ -75,12 +75,12 @@ def measure(config: Config, device: torch.device, on_part: OnPart) -> Profile | 
         The profile on rank 0, nothing on the others.
     """
     engine = engine_of(None, device)
-    meet = probe.barrier(engine)
+    meet = links.barrier(engine)
     end = 0.7 if config.model else 1.0
-    machine = probe.machine(engine)
-    network = probe.measure(engine, on_part=_stretch(on_part, 0.0, 0.3))
+    machine = links.machine(engine)
+    network = links.measure(engine, on_part=_stretch(on_part, 0.0, 0.3))
     network = network.model_copy(update={"rate_bits": config.rate_bits})
-    codecs = probe_codecs.costs(
+    codecs = codec_costs.costs(
         engine,
         config.codecs,
         num_machine_ranks=machine.num_ranks,
@@ -138,7 +138,7 @@ def _model(config: Config, engine: Engine, meet: Callable[[], None]) -> ModelPro
     buckets: dict[int, tuple[str, ...]] = {}
     net.register_comm_hook((names, buckets), _note_bucket)
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    seen = Readiness(net)
+    seen = GradientTimer(net)
 
     def step() -> float:
         meet()

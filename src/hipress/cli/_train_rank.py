@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from hipress.report import train_worker
-from hipress.report._ranks import run_rank
-from hipress.report.train_rows import Config
+from hipress.bench import train_worker
+from hipress.bench._ranks import run_rank
+from hipress.bench.train_rows import Config
 from hipress.train.models import model
 from hipress.train.tasks import TASKS
 

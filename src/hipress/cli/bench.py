@@ -73,8 +73,8 @@ def codecs(
     same algorithm in eager torch divided by the codec's; "x tuned" the
     same for eager torch with every buffer made beforehand.
     """
-    from hipress.report.codec_rows import line_up
-    from hipress.report.table import check_json, is_stdout, write_json
+    from hipress.bench.codec_rows import line_up
+    from hipress.bench.table import check_json, is_stdout, write_json
 
     check_json(json)
     size_bytes = parse_size(size)
@@ -135,8 +135,8 @@ def _codec_rows(
 ) -> list[dict[str, Any]]:
     """One row per codec and number of threads, with a progress bar on stderr."""
     import hipress
-    from hipress.report.codec_rows import gaussian, speed_row
-    from hipress.report.table import progress_bar
+    from hipress.bench.codec_rows import gaussian, speed_row
+    from hipress.bench.table import progress_bar
 
     for expression in expressions:
         # A misspelt last one must not cost a minute, nor one that takes fewer elements.
@@ -160,7 +160,7 @@ def _codec_rows(
 
 
 def _print_codec_rows(rows: list[dict[str, Any]], to_stderr: bool) -> None:
-    from hipress.report.table import Column, fixed, print_table
+    from hipress.bench.table import Column, fixed, print_table
 
     columns = [
         Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),

@@ -97,8 +97,8 @@ def convergence(
     the same seed and number of steps, the mean of all seeds.
     Exit code 1: ranks of a run ended with different parameters.
     """
-    from hipress.report import convergence_table as table
-    from hipress.report.table import check_json, is_stdout, write_json
+    from hipress.bench import convergence_table as table
+    from hipress.bench.table import check_json, is_stdout, write_json
     from hipress.train.compare import line_up
 
     check_json(json)
@@ -195,7 +195,7 @@ def _rows(
     jobs: int,
 ) -> list[dict[str, Any]]:
     """One row per data set and codec, with a progress bar on stderr."""
-    from hipress.report.table import progress_bar
+    from hipress.bench.table import progress_bar
     from hipress.train.compare import check, compare, names_of
 
     for task in tasks:  # a missing second data set must not cost the minutes of the first
@@ -229,7 +229,7 @@ def _configs(
 ) -> list[Config]:
     """What the ranks are told for each data set; all that can be refused is refused here."""
     from hipress import settings
-    from hipress.casync.strategies import check as check_strategy
+    from hipress.casync.graphs.strategies import check as check_strategy
     from hipress.cli._convergence_rank import Config
     from hipress.lab.links import parse_rate
     from hipress.train.compare import check, loaded, names_of
@@ -273,7 +273,7 @@ def _configs(
 
 def _cluster_rows(configs: list[Config], timeout: float | None) -> list[dict[str, Any]]:
     """The rows of all data sets, each a job on a lab of its own, with a progress bar on stderr."""
-    from hipress.report.table import progress_bar
+    from hipress.bench.table import progress_bar
 
     rows = []
     with progress_bar(len(configs)) as begin:

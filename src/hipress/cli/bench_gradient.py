@@ -32,7 +32,7 @@ def gradient(
     ] = None,
 ) -> None:
     """Run every codec on the gradient of a small network and show what it costs and saves."""
-    from hipress.report.table import check_json, is_stdout, write_json
+    from hipress.bench.table import check_json, is_stdout, write_json
 
     check_json(json)
     taken = digits_gradient(_WIDTH)
@@ -64,8 +64,8 @@ def digits_gradient(width: int) -> Tensor:
 
 def gradient_rows(gradient: Tensor, expressions: list[str] | None = None) -> list[dict[str, Any]]:
     """One row per codec (all of them unless named), with a progress bar on stderr."""
-    from hipress.report.codec_rows import gradient_row, line_up
-    from hipress.report.table import progress_bar
+    from hipress.bench.codec_rows import gradient_row, line_up
+    from hipress.bench.table import progress_bar
 
     names = line_up() if expressions is None else expressions
     rows = []
@@ -88,7 +88,7 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def _print_rows(rows: list[dict[str, Any]], num_parameters: int, to_stderr: bool) -> None:
-    from hipress.report.table import Column, fixed, print_table
+    from hipress.bench.table import Column, fixed, print_table
 
     num_steps = rows[0]["num_steps"]
     columns = [

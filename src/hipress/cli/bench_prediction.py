@@ -50,11 +50,11 @@ def prediction(
     Exit code 1: the median error is above 12 %, the largest above 30 %, or
     a measured run has a problem.
     """
+    from hipress.bench.prediction_rows import rows
+    from hipress.bench.table import check_json, is_stdout, progress_bar, write_json
+    from hipress.bench.train_rows import BASELINE
+    from hipress.bench.train_rows import rows as train_rows
     from hipress.cli import bench_train, profile
-    from hipress.report.prediction_rows import rows
-    from hipress.report.table import check_json, is_stdout, progress_bar, write_json
-    from hipress.report.train_rows import BASELINE
-    from hipress.report.train_rows import rows as train_rows
 
     check_json(json)
     numbers = _cluster.host_numbers(hosts)
@@ -101,7 +101,7 @@ def _part(on_part: Callable[[float], None], start: float, stop: float) -> Callab
 
 
 def _print_rows(found: list[dict[str, Any]], to_stderr: bool) -> None:
-    from hipress.report.table import Column, fixed, print_table
+    from hipress.bench.table import Column, fixed, print_table
 
     columns = [
         Column(header="model", show=lambda row: str(row["model"]), is_text=True),
@@ -117,7 +117,7 @@ def _print_rows(found: list[dict[str, Any]], to_stderr: bool) -> None:
 
 
 def _judge(found: list[dict[str, Any]]) -> None:
-    from hipress.report.prediction_rows import MEDIAN_BAR, WORST_BAR, summary
+    from hipress.bench.prediction_rows import MEDIAN_BAR, WORST_BAR, summary
 
     middle, worst = summary(found)
     typer.echo(

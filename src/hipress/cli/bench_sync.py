@@ -12,7 +12,7 @@ from hipress.cli import _cluster
 from hipress.cli._expressions import split_expressions
 
 if TYPE_CHECKING:
-    from hipress.report.sync_rows import Config
+    from hipress.bench.sync_rows import Config
 
 EXAMPLE = (
     "Example: hipress bench sync --hosts 4 --rate 1gbit --size 100MB "
@@ -75,7 +75,7 @@ def sync(
     among it. "ideal" is what the bytes on the wire take at the line's rate.
     Exit code 1: a result is wrong, or the bytes do not add up.
     """
-    from hipress.report.table import check_json, is_stdout, write_json
+    from hipress.bench.table import check_json, is_stdout, write_json
 
     check_json(json)
     to_stderr = is_stdout(json)
@@ -120,10 +120,10 @@ def _configs(
 ) -> list[Config]:
     """What to measure, one for each rate; all that can be refused is refused here."""
     import hipress
-    from hipress.casync.strategies import check
+    from hipress.bench.sync_rows import Config, tensor_numels
+    from hipress.casync.graphs.strategies import check
     from hipress.cli.bench import parse_size
     from hipress.lab.links import parse_rate
-    from hipress.report.sync_rows import Config, tensor_numels
 
     size_bytes = parse_size(size)
     # Gradient, tensors, baselines, and about one more for each plan.
@@ -160,8 +160,8 @@ def _configs(
 
 def _rows(configs: list[Config], timeout: float | None) -> list[dict[str, Any]]:
     """The rows of all rates, with a progress bar on stderr."""
-    from hipress.report.sync_rows import rows
-    from hipress.report.table import progress_bar
+    from hipress.bench.sync_rows import rows
+    from hipress.bench.table import progress_bar
 
     found: list[dict[str, Any]] = []
     with progress_bar(len(configs)) as begin:
@@ -172,11 +172,11 @@ def _rows(configs: list[Config], timeout: float | None) -> list[dict[str, Any]]:
 
 def _run(config: Config, timeout: float | None, on_part: Callable[[float], None]) -> dict[str, Any]:
     """Run the worker on all ranks of a lab of its own and return what rank 0 wrote."""
-    return _cluster.run("hipress.report.sync_worker", config, timeout, on_part)
+    return _cluster.run("hipress.bench.sync_worker", config, timeout, on_part)
 
 
 def _print_rows(rows: list[dict[str, Any]], to_stderr: bool) -> None:
-    from hipress.report.table import Column, fixed, print_table
+    from hipress.bench.table import Column, fixed, print_table
 
     columns = [
         Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),
@@ -200,8 +200,8 @@ def _print_rows(rows: list[dict[str, Any]], to_stderr: bool) -> None:
 
 def _overhead_rows(codecs: list[str], repeats: int, to_stderr: bool) -> list[dict[str, Any]]:
     import hipress
-    from hipress.report.sync_overhead import overhead_row
-    from hipress.report.table import Column, fixed, print_table
+    from hipress.bench.sync_overhead import overhead_row
+    from hipress.bench.table import Column, fixed, print_table
 
     for expression in codecs:
         hipress.codec(expression)

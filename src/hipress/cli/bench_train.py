@@ -13,7 +13,7 @@ from hipress.cli._expressions import split_expressions
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
-    from hipress.report.train_rows import Config
+    from hipress.bench.train_rows import Config
 
 EXAMPLE = (
     "Example: hipress bench train --hosts 4 --rate 1gbit --model vgg,gpt "
@@ -86,7 +86,7 @@ def train(
     Exit code 1: ranks hold different parameters, a loss is not finite, or
     the bytes do not add up.
     """
-    from hipress.report.table import check_json, is_stdout, write_json
+    from hipress.bench.table import check_json, is_stdout, write_json
 
     check_json(json)
     made = configs(
@@ -129,10 +129,10 @@ def configs(
 ) -> list[Config]:
     """What to measure, one for each model and rate; all that can be refused is refused here."""
     import hipress
-    from hipress.casync.strategies import check
+    from hipress.bench.train_rows import AUTO, Config
+    from hipress.bench.train_worker import check_hook
+    from hipress.casync.graphs.strategies import check
     from hipress.lab.links import parse_rate
-    from hipress.report.train_rows import AUTO, Config
-    from hipress.report.train_worker import check_hook
     from hipress.train.models import model
 
     lines = {name: model(name) for name in models}
@@ -184,7 +184,7 @@ def configs(
 
 def _num_copies(config: Config) -> int:
     """Arrays of the gradient's size that a rank holds."""
-    from hipress.report.train_worker import HOOKS
+    from hipress.bench.train_worker import HOOKS
 
     num_ours = len(config.codecs) * len(config.strategies)
     # Parameters, gradients and momentum of each variant and of `compute`; ours have residuals and
@@ -195,8 +195,8 @@ def _num_copies(config: Config) -> int:
 
 def _rows(configs: list[Config], timeout: float | None) -> list[dict[str, Any]]:
     """The rows of all models and rates, with a progress bar on stderr."""
-    from hipress.report.table import progress_bar
-    from hipress.report.train_rows import rows
+    from hipress.bench.table import progress_bar
+    from hipress.bench.train_rows import rows
 
     found: list[dict[str, Any]] = []
     with progress_bar(len(configs)) as begin:
@@ -214,7 +214,7 @@ def run(config: Config, timeout: float | None, on_part: Callable[[float], None])
 
 
 def _print_rows(rows: list[dict[str, Any]], to_stderr: bool) -> None:
-    from hipress.report.table import Column, Row, fixed, print_table
+    from hipress.bench.table import Column, Row, fixed, print_table
 
     def megabytes(row: Row) -> str | None:
         """On the wire; without an interface to count, what the engine says."""

@@ -15,10 +15,10 @@ import typer
 from hipress.errors import HipressError, ProgramError, UsageError
 
 if TYPE_CHECKING:
-    from hipress.compll.ast import Source
     from hipress.compll.build import Bound, Program
-    from hipress.compll.derive import Variant
-    from hipress.compll.scope import Param
+    from hipress.compll.front.ast import Source
+    from hipress.compll.front.scope import Param
+    from hipress.compll.passes.derive import Variant
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -73,7 +73,7 @@ def build(
     torch.ops.hipress has the operators; nothing is rebuilt. Integer
     parameters are fixed by the build, float ones become arguments.
     """
-    from hipress.compll.emit import PARTS, Package
+    from hipress.compll.tools.emit import PARTS, Package
 
     asked = dict(zip(PARTS, (body, wrapper, registration), strict=True))
     parts = [part for part, wanted in asked.items() if wanted] or list(PARTS)
@@ -110,7 +110,7 @@ def show(
     ] = "f32",
 ) -> None:
     """Print a program at one stage of its way to kernels."""
-    from hipress.compll.show import show_ast, show_passes
+    from hipress.compll.tools.show import show_ast, show_passes
 
     if stage == "ast":
         print(show_ast(_source(file)), end="")
@@ -146,7 +146,7 @@ def check(file: _File, param: _Params = None) -> None:
 def _program(file: str) -> Program:
     """The program in a file, whole or one function of it, or that of a built-in codec."""
     from hipress.compll.build import parse_program
-    from hipress.compll.lone import read_any
+    from hipress.compll.tools.half import read_any
 
     _refuse_expression(file)
     if _is_file(file):
@@ -157,7 +157,7 @@ def _program(file: str) -> Program:
 def _source(file: str) -> Source:
     """The tree of a file, or of a built-in codec's program."""
     from hipress.compll.build import read_source
-    from hipress.compll.parse import parse
+    from hipress.compll.front.parse import parse
 
     _refuse_expression(file)
     return read_source(file) if _is_file(file) else parse(_built_in(file), file=f"{file}.pse")
@@ -254,7 +254,7 @@ def _filled(program: Program, given: dict[str, int | float]) -> dict[str, int | 
 
 def _variant(ef: bool, momentum: float | None) -> Variant:
     from hipress.codecs.spec import FRACTION_RULE, fraction
-    from hipress.compll.derive import Variant
+    from hipress.compll.passes.derive import Variant
 
     if momentum is not None and not fraction(momentum):
         raise UsageError(f"--momentum {momentum} must be {FRACTION_RULE}, e.g. 0.9.")
@@ -297,7 +297,7 @@ def _checked(program: Program, given: dict[str, int | float]) -> _Checked:
 
 
 def _try(bound: Bound) -> None:
-    from hipress.compll.lone import LoneBound
+    from hipress.compll.tools.half import LoneBound
 
     if isinstance(bound, LoneBound):
         bound.play()
@@ -308,9 +308,9 @@ def _try(bound: Bound) -> None:
 def _report(bound: Bound) -> list[tuple[str, str]]:
     """Labels and texts: parameters, what each kernel moves, the size of a frame."""
     from hipress.codecs.frame import frame_bytes
-    from hipress.compll.cost import cost
-    from hipress.compll.derive import Variant
-    from hipress.compll.lone import LoneBound
+    from hipress.compll.passes.cost import cost
+    from hipress.compll.passes.derive import Variant
+    from hipress.compll.tools.half import LoneBound
 
     values = dict(bound.values)
     params = [f"{p.elem} {p.name} = {values[p.name]}" for p in bound.program.params]

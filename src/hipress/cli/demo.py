@@ -74,8 +74,8 @@ def demo(
     emulated links both runs use 127.0.0.1, and nothing is slow.
     """
     import hipress
+    from hipress.bench.table import check_json, is_stdout, write_json
     from hipress.lab.links import parse_rate
-    from hipress.report.table import check_json, is_stdout, write_json
     from hipress.train.virtual_sync import PLAIN
 
     check_json(json)
@@ -183,7 +183,7 @@ def _row(
 
 
 def _print(rows: list[dict[str, Any]], setting: Setting, *, to_stderr: bool) -> None:
-    from hipress.report.table import Column, Row, fixed, print_table
+    from hipress.bench.table import Column, Row, fixed, print_table
 
     def megabytes(row: Row) -> str | None:
         """By the interfaces; without any, what the engine says."""
@@ -204,7 +204,7 @@ def _print(rows: list[dict[str, Any]], setting: Setting, *, to_stderr: bool) -> 
 
 
 def _draw(plot: Path, rows: list[dict[str, Any]], setting: Setting) -> None:
-    from hipress.report.loss_plot import Curve, draw
+    from hipress.bench.loss_plot import Curve, draw
 
     link = "without emulated links" if setting.rate is None else f"at {setting.rate}"
     title = f"{MODEL} ({rows[0]['num_parameters'] / 1e6:.1f}M) on {setting.hosts} hosts {link}"

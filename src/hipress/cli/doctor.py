@@ -84,8 +84,8 @@ def doctor(
 
 def _examine_job(job: "Job", as_json: bool) -> None:
     """What compression would give a job: one paragraph and a table."""
+    from hipress.bench.table import progress_bar
     from hipress.cli import _doctor_job, _doctor_words
-    from hipress.report.table import progress_bar
 
     with progress_bar(1) as begin:
         found = _doctor_job.examine_job(job, begin(f"timing {job.model}"))

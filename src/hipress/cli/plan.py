@@ -199,7 +199,7 @@ def _published(
     """The plan of the published model."""
     from hipress.cli._sweep import check_ranks
     from hipress.profile import Profile
-    from hipress.secopa import published
+    from hipress.secopa.sosp21 import planner
 
     num_nodes = DEFAULT_NODES if nnodes is None else nnodes
     if (preset is None) == (profile is None):
@@ -211,16 +211,16 @@ def _published(
         _refuse({"--ratio": ratio}, "acts on --preset; the profile knows the codec's frames")
         found = Profile.load(profile)
         check_ranks(found, [num_nodes])
-        costs = published.costs_of(found, codec or _only_codec(found), num_nodes)
+        costs = planner.costs_of(found, codec or _only_codec(found), num_nodes)
     else:
         _refuse({"--codec": codec}, "acts on --profile; a preset has no codecs: give --ratio")
-        if preset not in published.PRESETS:
+        if preset not in planner.PRESETS:
             raise UsageError(
-                f"preset {preset!r} is none of {', '.join(published.PRESETS)}; choose one."
+                f"preset {preset!r} is none of {', '.join(planner.PRESETS)}; choose one."
             )
-        costs = published.PRESETS[preset](num_nodes, published.RATIO if ratio is None else ratio)
-    gradients = published.read_input(path)
-    plan = published.plan(gradients, topology or "PS", num_nodes, costs)
+        costs = planner.PRESETS[preset](num_nodes, planner.RATIO if ratio is None else ratio)
+    gradients = planner.read_input(path)
+    plan = planner.plan(gradients, topology or "PS", num_nodes, costs)
     return Made(plan=plan, times="exchange of the gradient alone")
 
 
@@ -242,14 +242,14 @@ def _searched(
     output: Path,
 ) -> Made:
     """The plan with the shortest step."""
-    from hipress.casync import strategies
+    from hipress.bench.table import progress_bar
+    from hipress.casync.graphs import strategies
     from hipress.cli._expressions import split_expressions
     from hipress.cli._sweep import check_ranks
     from hipress.profile import Profile
-    from hipress.report.table import progress_bar
     from hipress.secopa.budget import Budget
-    from hipress.secopa.published import in_lines
     from hipress.secopa.search import search
+    from hipress.secopa.sosp21.planner import in_lines
 
     profile = Profile.load(path)
     if profile.model is None:
@@ -337,7 +337,7 @@ def _print_json(made: Made, path: Path) -> None:
 
 
 def _print_table(made: Made) -> None:
-    from hipress.report.table import Column, fixed, print_table
+    from hipress.bench.table import Column, fixed, print_table
 
     def text(name: str) -> Column:
         return Column(header=name, show=lambda row: row[name], is_text=True)

@@ -78,8 +78,8 @@ def profile(
     ranks of that job; rank 0 writes the file. What codecs cost is kept
     for this machine and not measured again, unless --fresh is given.
     """
+    from hipress.bench.table import check_json
     from hipress.profile import Profile
-    from hipress.report.table import check_json
 
     started = time.monotonic()
     in_job = in_a_job(os.environ)
@@ -199,7 +199,7 @@ def config(
 
 
 def _in_lab(config: Config, timeout: float) -> Profile:
-    from hipress.report.table import progress_bar
+    from hipress.bench.table import progress_bar
 
     with progress_bar(1) as begin:
         return run(config, timeout, begin(config.where))
@@ -221,10 +221,10 @@ def _in_job(config: Config) -> Profile | None:
     import torch
     import torch.distributed as dist
 
-    from hipress.casync.world import engine_of
+    from hipress.bench.table import progress_bar
     from hipress.cli._profile_rank import measure
     from hipress.launch import join
-    from hipress.report.table import progress_bar
+    from hipress.session.world import engine_of
     from hipress.train.devices import choose
 
     world = join()
@@ -249,7 +249,7 @@ def _in_job(config: Config) -> Profile | None:
 
 def show(found: Profile, *, to_stderr: bool = False) -> None:
     """Print what a profile holds, in short."""
-    from hipress.report.table import Column, fixed, print_table
+    from hipress.bench.table import Column, fixed, print_table
 
     for line in _lines(found):
         typer.echo(line, err=to_stderr)

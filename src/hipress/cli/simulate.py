@@ -90,7 +90,7 @@ def simulate(
     is its time divided by the row's. "exposed" is what backward does not
     hide, "scaling" the step without any exchange divided by the step.
     """
-    from hipress.report.table import check_json, is_stdout, write_json
+    from hipress.bench.table import check_json, is_stdout, write_json
 
     for path in (json, plot, timeline):
         check_json(path)
@@ -123,7 +123,7 @@ def simulate(
     rows = _rows(settings, timeline)
     _print_rows(made, rows, to_stderr=is_stdout(json))
     if plot is not None:
-        from hipress.report.scaling_plot import draw_sweep
+        from hipress.bench.scaling_plot import draw_sweep
 
         draw_sweep(plot, _title(made), rows)
     if json is not None:
@@ -139,7 +139,7 @@ def _refuse(given: Mapping[str, object], why: str) -> None:
 def _profile(path: Path | None, preset: str | None, model: str | None) -> Profile:
     """What to play."""
     from hipress.profile import Profile
-    from hipress.secopa import presets
+    from hipress.secopa.sosp21 import presets
 
     if (path is None) == (preset is None):
         raise UsageError(
@@ -170,7 +170,7 @@ def _settings(
     codecs: tuple[str, ...],
 ) -> list[Setting]:
     """All that is to be played; what can be refused is refused here."""
-    from hipress.casync import strategies
+    from hipress.casync.graphs import strategies
     from hipress.cli._sweep import Setting, check_ranks, read_plan
     from hipress.secopa.what_if import parse_rate, with_rate
 
@@ -233,7 +233,7 @@ def _codecs(made: Profile, asked: str | None) -> tuple[str, ...]:
 
 def _rows(settings: Sequence[Setting], timeline: Path | None) -> list[dict[str, Any]]:
     """The rows of all settings, with a progress bar on stderr."""
-    from hipress.report.table import progress_bar
+    from hipress.bench.table import progress_bar
 
     rows: list[dict[str, Any]] = []
     with progress_bar(len(settings)) as begin:
@@ -259,7 +259,7 @@ def _title(made: Profile) -> str:
 
 
 def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> None:
-    from hipress.report.table import Column, fixed, print_table
+    from hipress.bench.table import Column, fixed, print_table
     from hipress.secopa.what_if import MOST_WHOLE
 
     columns = [
@@ -287,9 +287,9 @@ def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> N
 
 
 def _published(plot: Path | None, json: Path | None) -> None:
+    from hipress.bench.table import is_stdout, progress_bar, write_json
     from hipress.cli._layers import layers
-    from hipress.report.table import is_stdout, progress_bar, write_json
-    from hipress.secopa import scaling
+    from hipress.secopa.sosp21 import scaling
 
     with progress_bar(1) as begin:
         on_part = begin("playing published clusters")
@@ -297,7 +297,7 @@ def _published(plot: Path | None, json: Path | None) -> None:
         rows = scaling.compare({name: layers(name)[0] for name in sorted(models)}, on_part)
     _print_published(rows, to_stderr=is_stdout(json))
     if plot is not None:
-        from hipress.report.scaling_plot import draw_published
+        from hipress.bench.scaling_plot import draw_published
 
         draw_published(plot, rows)
     if json is not None:
@@ -307,8 +307,8 @@ def _published(plot: Path | None, json: Path | None) -> None:
 def _print_published(rows: list[dict[str, Any]], to_stderr: bool) -> None:
     import sys
 
-    from hipress.report.table import Column, Row, fixed, print_table
-    from hipress.secopa.scaling import errors
+    from hipress.bench.table import Column, Row, fixed, print_table
+    from hipress.secopa.sosp21.scaling import errors
 
     def pair(kind: str) -> Column:
         def show(row: Row) -> str:

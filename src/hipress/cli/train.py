@@ -211,7 +211,7 @@ def train(
     evaluations, checkpoints and the first 3 steps. A loss that is not
     finite, or ranks that end with different parameters, are errors.
     """
-    from hipress.report.table import check_json, is_stdout
+    from hipress.bench.table import check_json, is_stdout
     from hipress.train.config import Config
 
     if str(log) == "-" and is_stdout(json):
@@ -275,8 +275,8 @@ def _epochs(text: str | None) -> tuple[float, ...]:
 def _run(config: Config, log: Path | None, json: Path | None) -> None:
     """This process as a rank."""
     from hipress import launch, settings
+    from hipress.bench._ranks import leave
     from hipress.errors import AgreementError, TrainingError
-    from hipress.report._ranks import leave
     from hipress.train.ranks import JointError, Ranks
 
     world = launch.join()
@@ -381,8 +381,8 @@ def _part(world: World, store: Store) -> None:
 def _tell(facts: Facts, result: Result, json: Path | None) -> None:
     from dataclasses import asdict
 
+    from hipress.bench.table import is_stdout, write_json
     from hipress.cli._train_view import summary
-    from hipress.report.table import is_stdout, write_json
 
     typer.echo(summary(facts, result), err=is_stdout(json))
     if json is not None:

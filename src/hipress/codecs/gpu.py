@@ -15,8 +15,8 @@ import torch
 
 from hipress.codecs import frame
 from hipress.codecs.base import lr_ratio
-from hipress.compll.derive import ALPHA, MU, RHO
-from hipress.compll.gpu.runtime import Gradient, Kernels, Sizes
+from hipress.compll.backends.gpu.runtime import Gradient, Kernels, Sizes
+from hipress.compll.passes.derive import ALPHA, MU, RHO
 from hipress.errors import FrameError, UsageError
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import torch
 from hipress import settings
 from hipress.codecs import frame, tensors
 from hipress.codecs.base import Codec, State, frames_to_merge, lr_ratio, workers
+from hipress.compll.backends.threads import runner
 from hipress.compll.build import Bound, Loaded
-from hipress.compll.derive import ALPHA, MU, PLAIN, RHO, Variant
 from hipress.compll.ir import MAX_NUMEL
-from hipress.compll.threads import runner
+from hipress.compll.passes.derive import ALPHA, MU, PLAIN, RHO, Variant
 from hipress.errors import BackendError, FrameError, UsageError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from hipress.codecs.expression import Call, Value
 from hipress.codecs.program import Family, ProgramCodec
 from hipress.codecs.spec import Option, Spec
 from hipress.compll.build import Program, parse_program, read_program
-from hipress.compll.derive import Variant
+from hipress.compll.passes.derive import Variant
 from hipress.errors import HipressError, UsageError
 
 TABLE = {

@@ -14,7 +14,7 @@ from hipress.codecs.base import Codec, State, lr_ratio
 from hipress.codecs.program import Family, ProgramCodec
 from hipress.codecs.spec import FRACTION_RULE, fraction
 from hipress.codecs.tensors import check_state
-from hipress.compll.derive import Variant
+from hipress.compll.passes.derive import Variant
 from hipress.errors import UsageError
 
 

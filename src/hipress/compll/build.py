@@ -20,18 +20,19 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from hipress import settings
-from hipress.compll import ast, check, derive
-from hipress.compll.derive import PLAIN, Pair, Variant
+from hipress.compll.backends.render import HOST_PRELUDE, body_bytes_source
+from hipress.compll.front import ast, check
+from hipress.compll.front.parse import fail, parse
+from hipress.compll.front.scope import Param, ParamValue
 from hipress.compll.ir import Kernel
-from hipress.compll.parse import fail, parse
-from hipress.compll.render import HOST_PRELUDE, body_bytes_source
-from hipress.compll.scope import Param, ParamValue
+from hipress.compll.passes import derive
+from hipress.compll.passes.derive import PLAIN, Pair, Variant
 from hipress.errors import BackendError, MissingDependencyError, UsageError
 
 BACKENDS = {
-    "reference": "hipress.compll.reference",
-    "cpu": "hipress.compll.cpu",
-    "gpu": "hipress.compll.gpu",
+    "reference": "hipress.compll.backends.reference",
+    "cpu": "hipress.compll.backends.cpu",
+    "gpu": "hipress.compll.backends.gpu",
 }
 """Name of a backend to the module that renders it: `render(kernels, title=...) -> source`."""
 

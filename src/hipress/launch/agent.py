@@ -27,9 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from hipress.launch import environment, meeting, torchrun
-from hipress.launch.messages import GRACE_S, SILENCE_S, Message, exit_code, pack
+from hipress.launch import environment, rendezvous, torchrun
 from hipress.launch.outbox import Outbox
+from hipress.launch.protocol import GRACE_S, SILENCE_S, Message, exit_code, pack
 from hipress.launch.streams import Rank, Stream
 from hipress.processes import adopt_orphans, die_with_parent, signal_descendants
 from hipress.version import __version__
@@ -134,7 +134,7 @@ class Agent:
         place = torchrun.Place(**job["place"])
         if place.meeting and place.node == 0:
             try:
-                self._reserved = meeting.reserve(place.port)
+                self._reserved = rendezvous.reserve(place.port)
             except OSError as error:
                 return self._refuse(
                     f"port {place.port} can not be used there ({error.strerror}); name another "
@@ -143,7 +143,7 @@ class Agent:
             port = self._reserved.getsockname()[1]
             place = torchrun.Place(**{**job["place"], "port": port})
             self._say({"is": "meeting", "port": port})
-        elif place.meeting and not meeting.reach(
+        elif place.meeting and not rendezvous.reach(
             place.meeting,
             place.port,
             lambda why: self._say({"is": "waiting", "why": why}),
@@ -405,7 +405,7 @@ class Agent:
             os.close(writer)
 
     def _lose(self, rank: Rank) -> None:
-        """Judge a rank that ended without a word: what stands around it was killed too."""
+        """Policy a rank that ended without a word: what stands around it was killed too."""
         time.sleep(0.05)  # until a torchrun that was killed, and took it along, can be seen
         self._reap()
         was_told = (

@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from hipress.launch import remote, wording
+from hipress.launch import failure_text, remote
 from hipress.launch.hosts import Host
 from hipress.launch.job import Job, Outcome
-from hipress.launch.messages import GRACE_S, SILENCE_S, Message, exit_code, unpack
-from hipress.launch.outlet import Outlet
 from hipress.launch.peer import Peer
+from hipress.launch.protocol import GRACE_S, SILENCE_S, Message, exit_code, unpack
 from hipress.launch.screen import Screen, open_files
+from hipress.launch.stdout_writer import StdoutWriter
 from hipress.version import __version__
 
 __all__ = ["TIMED_OUT", "Job", "Outcome", "launch"]
@@ -62,7 +62,7 @@ class _Launcher:
         self._wake, self._wake_out = socket.socketpair()
         for end in (self._wake, self._wake_out):
             end.setblocking(False)
-        self._outlet = Outlet(self._wake_up)
+        self._outlet = StdoutWriter(self._wake_up)
         self._screen = Screen(self._outlet, files)
         self._job_id = secrets.token_hex(8)
         self._outcome: Outcome | None = None
@@ -242,11 +242,11 @@ class _Launcher:
             self._decide(
                 TIMED_OUT,
                 f"not all ranks have started after {self._job.timeout_s:g} s: "
-                f"{wording.who_waits(self._job, self._peers, self._port)}",
+                f"{failure_text.who_waits(self._job, self._peers, self._port)}",
             )
         elif seconds > _SAY_S and not self._is_explained:
             self._is_explained = True
-            waits = wording.who_waits(self._job, self._peers, self._port)
+            waits = failure_text.who_waits(self._job, self._peers, self._port)
             self._note(f"still starting: {waits}")
 
     def _drain(self) -> None:
@@ -340,7 +340,7 @@ class _Launcher:
             self._take_up(peer, message["version"], message.get("machine", ""))
         elif what == "meeting":
             self._port = message["port"]
-            self._note(wording.who_is_where(self._job, self._peers, self._port))
+            self._note(failure_text.who_is_where(self._job, self._peers, self._port))
             for other in self._peers:
                 self._tell_job(other)
         elif what == "waiting":
@@ -368,7 +368,7 @@ class _Launcher:
                 f"same on all, or name another Python there with --python",
             )
         if machine and self._machines.setdefault(machine, peer) is not peer:
-            self._note(wording.one_machine(self._machines[machine], peer))
+            self._note(failure_text.one_machine(self._machines[machine], peer))
         # The first host says where it listens before the others are told.
         if peer.node == 0 or self._port and self._peers[0].was_told:
             self._tell_job(peer)
@@ -386,10 +386,10 @@ class _Launcher:
             self._fail(peer, rank, status)
         elif self._outcome is None:
             # What it means is for torchrun to decide; the end of the agent tells.
-            self._note(wording.how(self._job, peer, rank, status))
+            self._note(failure_text.how(self._job, peer, rank, status))
 
     def _take_end(self, peer: Peer) -> None:
-        """Judge an agent whose output has ended, once its process has."""
+        """Policy an agent whose output has ended, once its process has."""
         status = peer.process.poll()
         if status is None:
             return
@@ -404,13 +404,13 @@ class _Launcher:
             self._selector.unregister(peer.out.fd)
         peer.code = exit_code(status)
         if peer.over is None and self._outcome is None:
-            self._decide(peer.code or 1, wording.why_it_ended(self._job, peer, peer.code))
+            self._decide(peer.code or 1, failure_text.why_it_ended(self._job, peer, peer.code))
 
     # --- the end -------------------------------------------------------------------------------
 
     def _fail(self, peer: Peer, rank: int | None, status: int) -> None:
         others = "; the others were ended" if self._job.num_ranks > 1 else ""
-        self._decide(exit_code(status), wording.how(self._job, peer, rank, status) + others)
+        self._decide(exit_code(status), failure_text.how(self._job, peer, rank, status) + others)
 
     def _decide(self, code: int, sentence: str | None) -> None:
         """Settle how the job ends, if nothing has so far, and end what still runs."""

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Sequence
 
 from hipress.launch.hosts import Host
-from hipress.launch.messages import Message
 from hipress.launch.outbox import Outbox
+from hipress.launch.protocol import Message
 
 
 class Peer:

@@ -38,7 +38,7 @@ def open_files(folder: Path, num_ranks: int) -> dict[int, TextIO]:
 
 
 class Out(Protocol):
-    """What a screen writes to: an `outlet.Outlet` as a rule."""
+    """What a screen writes to: an `outlet.StdoutWriter` as a rule."""
 
     @property
     def is_full(self) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hipress.casync.graph import COMPUTING, Graph, Kind, Slot, Task, Verb
-from hipress.casync.shape import Shape
+from hipress.casync.graphs.graph import COMPUTING, Graph, Kind, Slot, Task, Verb
+from hipress.casync.graphs.shape import Shape
 from hipress.profile import CodecCosts
 
 FRAMES = frozenset({Kind.FRAME, Kind.PARTIAL, Kind.BACK})

@@ -6,11 +6,11 @@ import heapq
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hipress.casync.graph import COMPUTING, Verb
+from hipress.casync.graphs.graph import COMPUTING, Verb
 from hipress.secopa.costs import Script
 from hipress.secopa.hardware import Call, Line, Processor, Thread
-from hipress.secopa.mirror import BEGIN, MERGE_DEPTHS, Hops, Mirrors, mirrors
 from hipress.secopa.step import Backward, Job, Span
+from hipress.secopa.symmetry import BEGIN, MERGE_DEPTHS, Hops, Mirrors, mirrors
 
 if TYPE_CHECKING:
     from hipress.secopa.player import Cluster

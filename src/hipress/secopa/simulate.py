@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hipress.casync.pieces import PIECE_NUMEL, Dealer, Place
-from hipress.casync.shape import Shape, slice_numel
+from hipress.casync.graphs.partitions import PIECE_NUMEL, Partitioner, Place
+from hipress.casync.graphs.shape import Shape, slice_numel
 from hipress.errors import UsageError
 from hipress.plan import Decision, Plan
 from hipress.profile import CodecCosts, Curve, GradientProfile, Profile
@@ -146,7 +146,7 @@ class Simulator:
 
     def _places(self, decisions: Mapping[str, Decision]) -> dict[str, tuple[Place, ...]]:
         """The slices of every compressed gradient, dealt out as the engine does."""
-        dealer = Dealer(self.num_ranks)
+        dealer = Partitioner(self.num_ranks)
         on_gpu = self.profile.machine.device == "cuda"
         full = int((self.model.bucket_mb or BUCKET_MB) * 2**20) // 4
         bucket_numel = min(full, self.model.num_elements)

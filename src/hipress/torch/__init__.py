@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError
 from hipress.plan import Plan
+from hipress.session import auto, planner, selection
+from hipress.session.selection import MIN_SIZE
+from hipress.session.stats import Stats
 from hipress.settings import LOG, log_level
-from hipress.torch import advisor, auto, selection
-from hipress.torch.selection import MIN_SIZE
-from hipress.torch.stats import Stats
 from hipress.torch.sync import Settings, Sync
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def attach(
         # A model that does not fill a bucket is cut as finely as if it did.
         bucket_numel=min(int(ddp.bucket_bytes_cap) // 4, sum(p.numel() for _, p in named)),
     )
-    may_use = advisor.allowed(codecs, budget, optimizer) if is_auto else ()
+    may_use = planner.allowed(codecs, budget, optimizer) if is_auto else ()
     _make_heard(settings, is_auto=is_auto and enabled)
     sync = Sync(asked, settings, ddp.process_group, enabled=enabled)
     if not enabled:
@@ -145,7 +145,7 @@ def attach(
         raise UsageError("the model has no parameter that is trained; there is nothing to attach.")
     engine = sync.open(named[0][1].device)
     if is_auto:
-        sync.auto = auto.Auto(sync, advisor.Advisor(may_use, budget))
+        sync.auto = auto.Auto(sync, planner.Planner(may_use, budget))
     try:
         # Backward makes the gradients of the last layers first.
         sync.register(reversed(named), selection.sparse_names(ddp.module))

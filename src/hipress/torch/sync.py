@@ -21,19 +21,20 @@ import torch
 from torch import nn
 
 from hipress import settings as hipress_settings
-from hipress.casync.engine import Engine, Options
-from hipress.casync.handle import joint
-from hipress.casync.pieces import Dealer, Place
-from hipress.casync.recipe import piece_numel
-from hipress.casync.shape import slice_numel
-from hipress.casync.world import engine_of
+from hipress.casync.engine.engine import Engine, Options
+from hipress.casync.engine.handle import joint
+from hipress.casync.engine.recipe import piece_numel
+from hipress.casync.graphs.partitions import Partitioner, Place
+from hipress.casync.graphs.shape import slice_numel
 from hipress.errors import UsageError
 from hipress.plan import Plan
-from hipress.torch import advice, checkpoint, replicas, selection
-from hipress.torch.auto import Auto
-from hipress.torch.buckets import Gradient, Group, flat, grouped
-from hipress.torch.selection import NONE, Rules
-from hipress.torch.stats import Stats, log_line, write_scalars
+from hipress.session import checkpoint, replicas, selection
+from hipress.session.auto import Auto
+from hipress.session.buckets import Gradient, Group, flat, grouped
+from hipress.session.selection import NONE, Rules
+from hipress.session.stats import Stats, log_line, write_scalars
+from hipress.session.world import engine_of
+from hipress.torch import optimizer_checks
 from hipress.torch.trace import Tracer, check_path
 from hipress.torch.watchdog import Watchdog
 
@@ -93,7 +94,7 @@ class Sync:
         self.auto: Auto | None = None
         """Decides from step to step, where nobody else did."""
         self._by_parameter: dict[int, Gradient] = {}
-        self._dealer: Dealer | None = None
+        self._dealer: Partitioner | None = None
         self._engine: Engine | None = None
         self._tracer: Tracer | None = None
         self._module: weakref.ref[nn.Module] | None = None
@@ -214,7 +215,7 @@ class Sync:
         """Makes the engine, on all ranks."""
         self._engine = engine_of(self.process_group, device, Options(), self.settings.seed)
         self._engine.on_lost = self._on_lost
-        self._dealer = Dealer(self._engine.transport.num_ranks)
+        self._dealer = Partitioner(self._engine.transport.num_ranks)
         return self._engine
 
     def watch(self, module: nn.Module) -> None:
@@ -235,7 +236,7 @@ class Sync:
     def lay_out(self) -> None:
         """Decides anew for all gradients, which no codec remembers anything of."""
         assert self._engine is not None
-        self._dealer = Dealer(self._engine.transport.num_ranks)
+        self._dealer = Partitioner(self._engine.transport.num_ranks)
         self._buckets.clear()
         for gradient in list(self.gradients.values()):
             self._lay_out(gradient.name, gradient.parameter)
@@ -278,7 +279,7 @@ class Sync:
             )
         if self.settings.optimizer is not None:
             pairs = [(g.parameter, g.choice.codec) for g in compressed]
-            for sentence in advice.warnings(self.settings.optimizer, pairs):
+            for sentence in optimizer_checks.warnings(self.settings.optimizer, pairs):
                 _log.warning(sentence)
 
     # --- a step -----------------------------------------------------------------------------------

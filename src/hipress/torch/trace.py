@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hipress.casync.engine import Engine
+from hipress.casync.engine.engine import Engine
 from hipress.errors import UsageError
 from hipress.timeline import BUCKETS, MODEL, Event, RankTrace, chrome_trace
 

@@ -25,17 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 import hipress
 import hipress.torch
 from hipress.errors import HipressError, TrainingError, UsageError
-from hipress.torch import DEFAULT_CODEC, selection
-from hipress.torch.replicas import compare
-from hipress.train import checkpoints, going_on, models, optimizers
+from hipress.session import selection
+from hipress.session.replicas import compare
+from hipress.torch import DEFAULT_CODEC
+from hipress.train import checkpoints, models, optimizers, resume
 from hipress.train.config import AUTO, Config
 from hipress.train.data import open_data
 from hipress.train.loading import batches, test_batches
-from hipress.train.pace import Pace
 from hipress.train.ranks import Ranks
 from hipress.train.result import Facts, Result
 from hipress.train.sampling import Sampler
 from hipress.train.tasks import TASKS, Batch
+from hipress.train.throughput import Throughput
 from hipress.train.virtual_sync import PLAIN
 
 _log = logging.getLogger("hipress")
@@ -82,7 +83,7 @@ class Job:
         self.ranks.jointly("hipress train", self._prepare)
         self.ranks.compare("hipress train", self._common_facts())
         self._build()
-        self.step = going_on.resume(self) if config.resume else 0
+        self.step = resume.resume(self) if config.resume else 0
 
     def _prepare(self) -> None:
         """All that this rank can do, and refuse, by itself."""
@@ -228,7 +229,7 @@ class Job:
         """
         watcher.on_start(self.facts())
         config, first = self.config, self.step
-        pace = Pace(first, self.step + NUM_UNTIMED)
+        pace = Throughput(first, self.step + NUM_UNTIMED)
         losses, num_losses = torch.zeros((), device=self.device), 0
         last: dict[str, Any] = {}
         for batch in self._batches(first):
@@ -253,7 +254,7 @@ class Job:
             watcher.on_row(row | {"rate": self._rate(self.step - 1)})
             last |= row
             if saves:  # before the test, whose failure must not cost an epoch
-                going_on.save(self)
+                resume.save(self)
             if tests:
                 last |= self._test(pace, watcher)
             pace.begin(self.step)
@@ -262,7 +263,7 @@ class Job:
         compare(self.ranks.gather_digests(self.model), self.step)
         return self._result(pace, last, first)
 
-    def _test(self, pace: Pace, watcher: Watcher) -> dict[str, Any]:
+    def _test(self, pace: Throughput, watcher: Watcher) -> dict[str, Any]:
         found = self.evaluate()
         if found["test_loss"] is not None:
             self.check_finite("test loss", found["test_loss"])
@@ -402,7 +403,7 @@ class Job:
                 f"{', or go on from the last checkpoint with --resume' if saved else ''}."
             )
 
-    def _result(self, pace: Pace, last: dict[str, Any], first: int) -> Result:
+    def _result(self, pace: Throughput, last: dict[str, Any], first: int) -> Result:
         stats = self.sync.stats()
         num_done = max(self.step - first, 1)
         numel = sum(p.numel() for p in self.model.parameters() if p.requires_grad)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hipress.codecs.base import Codec
-from hipress.torch.advice import decays, has_momentum
-from hipress.torch.selection import Rules, clean, sparse_names
+from hipress.session.selection import Rules, clean, sparse_names
+from hipress.torch.optimizer_checks import decays, has_momentum
 from hipress.train.config import Config
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 
 from hipress import settings
-from hipress.casync.agree import Council
+from hipress.casync.ranks.agreement import Agreement
 from hipress.errors import MissingDependencyError, PeerError, UsageError
-from hipress.torch.replicas import digests
+from hipress.session.replicas import digests
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -48,7 +48,7 @@ class Ranks:
         self.rank, self.num_ranks = rank, num_ranks
         self._store = PrefixStore("hipress/train", store)
         self._timeout_s = settings.timeout_s()
-        self._council = Council(self._store, rank, num_ranks, self._timeout_s)
+        self._council = Agreement(self._store, rank, num_ranks, self._timeout_s)
         self._num_waits = 0
         self._device = torch.device("cpu")
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import hipress
 import hipress.torch
 from hipress.plan import Decision, Plan
-from hipress.torch import advisor, auto, judge
-from hipress.torch.orders import Limits
+from hipress.session import auto, planner, policy
+from hipress.session.directives import Limits
 from hipress.torch.step_clock import StepClock
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -43,7 +43,7 @@ CALM = Limits(block=(2, 3), window=4)
 LIMITS = Limits(block=(2, 3), control_every=(12, 24), control_share=0.5, window=4)
 
 
-class Advisor(advisor.Advisor):
+class Planner(planner.Planner):
     """Offers what it was given, one list for each time it measures; the last one for all others."""
 
     lists = []
@@ -126,11 +126,11 @@ class Run:
     def __init__(
         self, rank, lists, pace, module=None, ddp=None, limits=LIMITS, clock=Clock, **options
     ):
-        Advisor.lists = lists
-        advisor.Advisor = Advisor
+        Planner.lists = lists
+        planner.Planner = Planner
         auto.Limits = lambda: limits
         auto.StepClock = clock
-        auto.Judge = functools.partial(judge.Judge, clock=lambda: Clock.now)
+        auto.Policy = functools.partial(policy.Policy, clock=lambda: Clock.now)
         Clock.sync, Clock.pace = None, pace
         self.rank = rank
         self.module = module or mlp()

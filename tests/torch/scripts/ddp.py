@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import hipress
 import hipress.torch
 from hipress.plan import Decision, Plan
-from hipress.torch import replicas
+from hipress.session import replicas
 from hipress.train.virtual_sync import VirtualSync, _Compressed, is_exempt
 
 sys.path.insert(0, str(Path(__file__).parents[3]))

@@ -1,0 +1,1 @@
+"""The engine: runs lowered graphs on tensors over a transport."""

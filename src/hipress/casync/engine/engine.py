@@ -1,0 +1,544 @@
+"""The engine: tensors in, their mean on every rank out.
+
+Before the first step of its kind a synchronisation is laid out and agreed on; after that things
+are only looked up: the recipe, a free job with its buffers, and off it goes to the executor.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hipress import settings
+from hipress.casync.engine.executor import Executor
+from hipress.casync.engine.handle import CallbackThread, Handle
+from hipress.casync.engine.job import Job
+from hipress.casync.engine.ordered import OrderedExecutor
+from hipress.casync.engine.recipe import Options, Recipe, forgetful
+from hipress.casync.engine.state_store import StateStore
+from hipress.casync.engine.transport import LinkError, Transport
+from hipress.casync.graphs import strategies
+from hipress.casync.graphs.partitions import Place
+from hipress.casync.ranks.agreement import Agreement
+from hipress.casync.ranks.heartbeats import Health
+from hipress.codecs import frame, tensors
+from hipress.codecs.base import Codec
+from hipress.codecs.table import codec as named_codec
+from hipress.errors import PeerError, UsageError
+from hipress.timeline import Event
+from hipress.version import __version__
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+MAX_UNNAMED = 32
+"""Recipes of unnamed calls that are kept, each with its buffers."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """What an engine has done so far."""
+
+    num_syncs: int = 0
+    gradient_bytes: int = 0
+    """Of the tensors that were given, as float32."""
+    sent_bytes: int = 0
+    """Handed to the transport, headers of frames among them; of an all-reduce what a ring sends."""
+    received_bytes: int = 0
+    num_messages: int = 0
+    """Sent."""
+
+
+class Engine:
+    """Synchronises tensors among the ranks of a transport.
+
+    Args:
+        transport: Nobody else uses it.
+        store: Shared by exactly these ranks; used for agreement and heartbeats.
+        device: Where tensors will be.
+        options: The same on all ranks.
+        timeout_s: How long a rank may be late.
+        seed: Feeds the random numbers of codecs; the same on all ranks.
+        host: The name of this rank's host; the machine's if None.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> from hipress.casync.engine.loopback import Hub, Loopback
+        >>> engine = Engine(Loopback(Hub(1), 0), HashStore())
+        >>> x = torch.ones(4)
+        >>> engine.allreduce([x], codec="none").wait(); x
+        tensor([1., 1., 1., 1.])
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        store: Store,
+        *,
+        device: torch.device | str = "cpu",
+        options: Options | None = None,
+        timeout_s: float = 60.0,
+        seed: int = 0,
+        host: str | None = None,
+    ) -> None:
+        self.transport = transport
+        self.device = torch.device(device)
+        self.options = options or Options()
+        self.stats = Stats()
+        self.timeout_s = timeout_s
+        self.is_closed = False
+        self.on_lost: Callable[[BaseException], None] = lambda error: None
+        """Told, from another thread, that a rank is gone."""
+        self.keeper = StateStore()
+        """What the codecs of named tensors remember."""
+        self._seed = seed
+        self._recipes: dict[tuple[Any, ...], Recipe] = {}
+        self._names: dict[str, tuple[Any, ...]] = {}
+        """For each named tensor the key of its recipe."""
+        self._free: dict[tuple[Any, ...], list[Job]] = {}
+        """Jobs of unnamed recipes: several of one may be under way."""
+        self._jobs: dict[tuple[Any, ...], Job] = {}
+        """The job of each named recipe: only one may work on its state."""
+        self._last: dict[tuple[Any, ...], Handle] = {}
+        """Its last use."""
+        self._steps: dict[tuple[str, ...], int] = {}
+        self._codecs: dict[tuple[str, bool], Codec] = {}
+        self._sequence = 0
+        self._settler = CallbackThread()
+        self._num_agreed = 0
+        self._lock = threading.Lock()
+        self._council = Agreement(
+            store, transport.rank, transport.num_ranks, timeout_s, self._check_alive
+        )
+        names = self._council.agree("the start", self._facts(), told=host or socket.gethostname())
+        known = {name: k for k, name in enumerate(dict.fromkeys(names))}
+        self.hosts = tuple(known[name] for name in names)
+        self._health = Health(
+            store.clone() if hasattr(store, "clone") else store,
+            transport.rank,
+            transport.num_ranks,
+            timeout_s,
+            on_failure=self._fail,
+            progress=lambda: self._sequence,
+        )
+        self.executor: Executor | OrderedExecutor
+        if transport.ordered:
+            self.executor = OrderedExecutor(transport, self.device, self._health.explain)
+        else:
+            num_local_ranks = self.hosts.count(self.hosts[transport.rank])
+            self.executor = Executor(
+                transport,
+                self.device,
+                self._health.explain,
+                settings.exchange_threads(num_local_ranks),
+            )
+
+    def allreduce(
+        self,
+        values: Sequence[torch.Tensor],
+        *,
+        codec: str | Codec = "none",
+        strategy: str = "ps",
+        name: str | None = None,
+        names: Sequence[str] | None = None,
+        places: Sequence[tuple[Place, ...]] | None = None,
+        step: int | None = None,
+        total: bool = False,
+        lr_ratio: float | None = None,
+        weights: Sequence[torch.Tensor] | None = None,
+    ) -> Handle:
+        """Starts to replace tensors by their mean over all ranks, in place.
+
+        Args:
+            values: Of one dtype, on this engine's device; the same on all ranks but for what
+                they hold.
+            codec: An expression, or a codec.
+            strategy: `ps`, `ring`, `hierarchical` or `allreduce`.
+            name: Keys the codec's state, and so its error feedback; without it there is none.
+            names: Instead, one for each tensor. With `places` a tensor keeps its state when it
+                travels with others than before.
+            places: For each tensor its slices and their routes (see `Partitioner`).
+            step: Of training; counted for each name if None.
+            total: The sum instead of the mean.
+            lr_ratio: The last step's learning rate over this one's, for codecs with momentum.
+            weights: The parameters, flat, for codecs that decay them.
+        """
+        self.executor.check()
+        if names is None and name is not None:
+            alone = len(values) == 1
+            names = (name,) if alone else tuple(f"{name}[{k}]" for k in range(len(values)))
+        named = None if names is None else tuple(names)
+        recipe, key = self._recipe(values, codec, strategy, named, places, total)
+        if named is not None and (before := self._last.get(key)) is not None:
+            before.settle()  # its job and its state are in use
+        with self._lock:
+            self._sequence += 1
+            sequence = self._sequence
+        job = self._job(recipe, key)
+        if step is None:
+            step = sequence
+            if named is not None:
+                step = self._steps.get(named, 0)
+                self._steps[named] = step + 1
+        return self._start(job, key, values, sequence, step, lr_ratio, weights)
+
+    def agree(self, what: str, facts: dict[str, Any], told: Any = None) -> list[Any]:
+        """Compares facts among all ranks, and shares what each is told.
+
+        Raises:
+            AgreementError: They differ.
+            PeerError: A rank does not come to the point where all compare.
+        """
+        self.executor.check()
+        return self._council.agree(what, facts, told=told)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """What each rank gives, in rank order, on rank 0; nothing on the others."""
+        return self._council.gather(payload)
+
+    def post(self, number: int, text: str) -> None:
+        """Leaves a text for the other ranks, from rank 0, without a wait (see `Agreement.post`)."""
+        self._council.post(number, text)
+
+    def hear(self, number: int, what: str) -> str:
+        """What rank 0 has posted.
+
+        Raises:
+            PeerError: It did not in time, or is gone.
+        """
+        self.executor.check()
+        try:
+            return self._council.hear(number, what)
+        except RuntimeError as error:  # the store's
+            if isinstance(error, PeerError):
+                raise
+            raise self.explain(error) from error
+
+    def explain(self, error: RuntimeError) -> BaseException:
+        """What to raise for an error of torch's in a collective call among these ranks."""
+        return self._health.explain(LinkError(str(error)))
+
+    def give_up(self, error: Exception) -> None:
+        """Tells the other ranks that this one has failed: within about a second all they wait for
+        ends with a PeerError that names it."""
+        self._health.explain(error)
+
+    def settle(self) -> None:
+        """Waits until no named job is under way: what the keeper holds may be read and written."""
+        for handle in list(self._last.values()):
+            handle.settle()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drops all there is of some named tensors, their state among it."""
+        for name in names:
+            self._drop(self._names.get(name))
+            self.keeper.forget(name)
+
+    def recipe(self, name: str) -> Recipe:
+        """What is done in the synchronisation of a named tensor; it has been used before."""
+        return self._recipes[self._names.get(name) or self._names[f"{name}[0]"]]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the memory of all jobs, the codecs' state apart."""
+        with self._lock:
+            jobs = [*self._jobs.values(), *(job for free in self._free.values() for job in free)]
+        return sum(job.num_bytes for job in jobs)
+
+    def record(self) -> list[Event]:
+        """Records tasks from now on; what has been recorded so far is in the list returned."""
+        if self.executor.events is None:
+            self.executor.events = []
+        return self.executor.events
+
+    def stop_recording(self) -> None:
+        """Ends what `record` began."""
+        self.executor.events = None
+
+    def clock_offset(self) -> tuple[int, int]:
+        """This rank's clock against rank 0's in nanoseconds, and by how much that may be wrong."""
+        return self._council.clock_offset()
+
+    def close(self) -> None:
+        """Ends the engine; its jobs must be done."""
+        self.is_closed = True
+        self._health.close()
+        self.executor.close()
+        self._settler.close()
+
+    def _start(
+        self,
+        job: Job,
+        key: tuple[Any, ...],
+        values: Sequence[torch.Tensor],
+        sequence: int,
+        step: int,
+        lr_ratio: float | None,
+        weights: Sequence[torch.Tensor] | None,
+    ) -> Handle:
+        stream = self.executor.stream
+        handle = Handle(values, stream, self._settler)
+        originals = [value.detach() for value in values]
+        flats = [value.contiguous().view(-1) for value in originals]
+        apart = [
+            (value, flat)
+            for value, flat in zip(originals, flats, strict=True)
+            if not value.is_contiguous()
+        ]
+
+        def on_done(error: BaseException | None) -> None:
+            try:
+                for value, flat in apart if error is None else ():
+                    value.copy_(flat.view(value.shape))
+            except BaseException as problem:  # whoever waits must hear of it
+                error = problem
+            job.let_go()
+            handle.end(error)
+            if error is None and job.recipe.names is None:
+                job.last_use = handle.event
+                with self._lock:
+                    if key in self._free:
+                        self._free[key].append(job)
+
+        job.begin(flats, sequence, step, lr_ratio=lr_ratio, weights=weights)
+        job.on_done = on_done
+        if job.recipe.names is not None:
+            self._last[key] = handle
+        self._count(job)
+        ready = None
+        if stream is not None:
+            # blocking: whoever waits for it leaves the core to others.
+            ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(self.device))
+        try:
+            self.executor.submit(job, ready)
+        except BaseException as error:
+            on_done(error)
+            raise
+        return handle
+
+    def _check_alive(self) -> None:
+        """Raises where a rank is known to be gone."""
+        if (executor := getattr(self, "executor", None)) is not None:
+            executor.check()
+
+    def _fail(self, error: BaseException) -> None:
+        if (executor := getattr(self, "executor", None)) is not None:
+            executor.fail(error)
+        self.on_lost(error)
+
+    def _count(self, job: Job) -> None:
+        stats = self.stats
+        stats.num_syncs += 1
+        stats.gradient_bytes += 4 * sum(job.recipe.numels)
+        sent, received = job.bound.sent_bytes, job.bound.received_bytes
+        if job.recipe.is_plain:
+            # What an all-reduce sends at least: gloo's and NCCL's rings do not send more.
+            num_ranks = self.transport.num_ranks
+            element = torch.empty(0, dtype=job.recipe.dtype).element_size()
+            numel = sum(job.recipe.numels)
+            sent = received = 2 * (num_ranks - 1) * element * numel // num_ranks
+        stats.sent_bytes += sent
+        stats.received_bytes += received
+        stats.num_messages += job.bound.num_messages
+
+    def _job(self, recipe: Recipe, key: tuple[Any, ...]) -> Job:
+        """A job that is free, with its buffers; made where there is none."""
+        if recipe.names is None:
+            with self._lock:
+                free = self._free.setdefault(key, [])
+                job = free.pop() if free else None
+        else:
+            job = self._jobs.get(key)
+            if job is not None and (before := self._last.get(key)) is not None:
+                job.last_use = before.event
+        if job is None:
+            on_host = not self.transport.on_device
+            job = Job(recipe, self.keeper, on_host=on_host, seed=self._seed)
+            if recipe.names is not None:
+                self._jobs[key] = job
+        return job
+
+    def _recipe(
+        self,
+        values: Sequence[torch.Tensor],
+        codec: str | Codec,
+        strategy: str,
+        names: tuple[str, ...] | None,
+        places: Sequence[tuple[Place, ...]] | None,
+        total: bool,
+    ) -> tuple[Recipe, tuple[Any, ...]]:
+        if not values:
+            raise UsageError("allreduce was given no tensor; give at least one.")
+        numels = tuple(value.numel() for value in values)
+        text = codec if isinstance(codec, str) else codec.name
+        key = (names, numels, values[0].dtype, values[0].device, text, strategy, total)
+        recipe = self._recipes.get(key)
+        if recipe is None or any(
+            v.dtype != recipe.dtype or v.device != recipe.device for v in values
+        ):
+            recipe = self._new_recipe(key, values, codec, strategy, names, places, total)
+        return recipe, key
+
+    def _new_recipe(
+        self,
+        key: tuple[Any, ...],
+        values: Sequence[torch.Tensor],
+        codec: str | Codec,
+        strategy: str,
+        names: tuple[str, ...] | None,
+        places: Sequence[tuple[Place, ...]] | None,
+        total: bool,
+    ) -> Recipe:
+        strategies.check(strategy)
+        made = named_codec(codec) if isinstance(codec, str) else codec
+        if names is None:
+            made = forgetful(made)
+        first = values[0]
+        for value in values:
+            _check(value, first, self.device, plain=made.name == "none" and strategy == "allreduce")
+        if not first.is_floating_point() and not total:
+            raise UsageError(
+                f"the mean of {first.dtype} is no whole number; ask for op='sum', or convert."
+            )
+        recipe = Recipe(
+            name=_title(names),
+            names=names,
+            numels=tuple(value.numel() for value in values),
+            dtype=first.dtype,
+            device=first.device,
+            codec=made,
+            strategy=strategy,
+            total=total,
+            rank=self.transport.rank,
+            hosts=self.hosts,
+            ordered=self.transport.ordered,
+            number=self._num_agreed + 1,
+            options=self.options,
+            places=None if places is None else tuple(places),
+        )
+        replaced = self._replaced(recipe)
+        told = f"allreduce of {recipe.name!r}" if recipe.name else "an allreduce"
+        self._council.agree(told, recipe.facts())
+        self._num_agreed += 1
+        for old in replaced:
+            self._drop(old)
+        self._recipes[key] = recipe
+        if names is not None:
+            self._names.update(dict.fromkeys(names, key))
+        else:
+            self._forget_old()
+        return recipe
+
+    def _replaced(self, recipe: Recipe) -> set[tuple[Any, ...]]:
+        """Keys of recipes whose tensors another puts together anew; refuses other tensors."""
+        names = recipe.names or ()
+        if len(set(names)) != len(names):
+            raise UsageError(f"two tensors of one call have a name in common: {sorted(names)}.")
+        found = set()
+        for place, name in enumerate(names):
+            if name not in self._names:
+                continue
+            old = self._recipes[self._names[name]]
+            changed = _changed(old, recipe, name, place)
+            if changed:
+                raise UsageError(
+                    f"name {name!r} was used before with another {' and '.join(changed)}; it keys "
+                    "the codec's state: give another name, or the same tensors and codec."
+                )
+            found.add(self._names[name])
+        return found
+
+    def _drop(self, key: tuple[Any, ...] | None) -> None:
+        """Forgets a named recipe and its buffers; what its codecs remember stays."""
+        if key is None:
+            return
+        if (last := self._last.pop(key, None)) is not None:
+            last.settle()
+        self._jobs.pop(key, None)
+        recipe = self._recipes.pop(key)
+        for name in recipe.names or ():
+            if self._names.get(name) == key:
+                del self._names[name]
+
+    def _forget_old(self) -> None:
+        """Drops what unnamed calls left, but for the latest: their sizes may never come again."""
+        unnamed = [key for key, recipe in self._recipes.items() if recipe.names is None]
+        for key in unnamed[:-MAX_UNNAMED]:
+            del self._recipes[key]
+            with self._lock:
+                self._free.pop(key, None)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "version of hipress": __version__,
+            "version of torch": torch.__version__.split("+")[0],
+            "version of frames": frame.VERSION,
+            "byte order": sys.byteorder,
+            "number of ranks": self.transport.num_ranks,
+            "kind of device": self.device.type,
+            "pipelining": self.options.pipelined,
+            "bulk": self.options.bulk,
+            "elements of a piece": self.options.piece_numel,
+            "compression on the CPU": self.options.compress_on_cpu,
+            "seed": self._seed,
+        }
+
+
+def _title(names: Sequence[str] | None) -> str:
+    """What a recipe is called: the name that all its tensors share, or the first and how many."""
+    if not names:
+        return ""
+    if len(names) == 1:
+        return names[0]
+    shared = names[0].removesuffix("[0]")
+    if all(name == f"{shared}[{k}]" for k, name in enumerate(names)):
+        return shared
+    return f"{names[0]} and {len(names) - 1} more"
+
+
+def _changed(old: Recipe, new: Recipe, name: str, place: int) -> list[str]:
+    """What keeps a tensor from travelling in another recipe with the state it has."""
+    before, now = old.facts(), new.facts()
+    before_at = (old.names or ()).index(name)
+    if not (old.remembers and new.remembers):
+        return []
+    if old.places is None or new.places is None:
+        return [fact for fact, value in now.items() if value != before[fact]]
+    same = ("codec", "codec program", "strategy", "operation", "dtype")
+    changed = [fact for fact in same if before[fact] != now[fact]]
+    if old.places[before_at] != new.places[place]:
+        changed.append("number of elements or place")
+    return changed
+
+
+def _check(value: torch.Tensor, first: torch.Tensor, device: torch.device, plain: bool) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"allreduce was given a {type(value).__name__}; it takes torch.Tensors.")
+    if value.dtype != first.dtype:
+        raise UsageError(
+            f"allreduce was given tensors of {first.dtype} and {value.dtype}; those of one call "
+            "must have one dtype: make a call for each."
+        )
+    if value.device != first.device or value.device.type != device.type:
+        raise UsageError(
+            f"a tensor is on {value.device}, where {first.device} is expected; move it."
+        )
+    if any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+        raise UsageError(
+            "the tensor is expanded, so that several elements share memory and cannot be written; "
+            "give tensor.contiguous()."
+        )
+    if not (plain and value.layout is torch.strided):
+        tensors.storage(value, "the tensor")
+
+
+__all__ = ["Engine", "Handle", "Options", "PeerError", "Stats"]

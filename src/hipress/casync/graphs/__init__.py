@@ -1,0 +1,1 @@
+"""Task graphs as pure data: verbs, partitions, strategies, lowering. No torch, no codecs."""

@@ -1,0 +1,162 @@
+"""From the graph a strategy builds to the graph the engine runs: a flat list of passes.
+
+    bulk         pieces that share a route become one piece: one frame, one message
+    fuse         decode, merge, encode become one merge that reads and writes frames
+    whole        without a codec, an exchange of everything becomes the transport's all-reduce
+    schedule     the order that pipelines pieces, the same on all ranks
+    stages       pipelining off: a depth starts when the one before is done
+    exchanges    sends and receives of one depth become one call, for transports without tags
+
+Every pass is a function from graph to graph. What a task needs is found anew from its slots.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hipress.casync.graphs.graph import COMPUTING, Draft, Graph, Kind, Slot, Task, Verb
+
+STRIDE = 2
+"""Depths between one wave of N pieces and the next: small enough that several are under way."""
+
+
+def lower(
+    graph: Graph,
+    *,
+    groups: Sequence[int] | None = None,
+    plain: bool = False,
+    pipelined: bool = True,
+    ordered: bool = False,
+) -> Graph:
+    """Runs the passes.
+
+    Args:
+        graph: Of a strategy.
+        groups: For each piece, the piece it becomes part of; pieces of a group share a route.
+        plain: There is no codec, and the transport may add what is sent.
+        pipelined: Let pieces overtake each other.
+        ordered: The transport has no tags: all communication in one agreed order.
+    """
+    if groups is not None:
+        graph = bulk(graph, groups)
+    graph = whole(graph) if plain else fuse(graph)
+    graph = schedule(graph)
+    if not pipelined:
+        graph = stages(graph)
+    if ordered:
+        graph = exchanges(graph, STRIDE if pipelined else 0)
+    return graph
+
+
+def bulk(graph: Graph, groups: Sequence[int]) -> Graph:
+    """Pieces of a group become one."""
+    routes: dict[int, int] = {}
+    for group, route in zip(groups, graph.routes, strict=True):
+        assert routes.setdefault(group, route) == route, "pieces of a group share a route"
+
+    def moved(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        return tuple(slot._replace(piece=groups[slot.piece]) for slot in slots)
+
+    tasks = [
+        replace(t, reads=moved(t.reads), writes=moved(t.writes), needs=()) for t in graph.tasks
+    ]
+    # The first member's tasks stand for those of all, which are the same but for the piece.
+    return _redrawn(graph, list(dict.fromkeys(tasks)), [routes[k] for k in sorted(routes)])
+
+
+def fuse(graph: Graph) -> Graph:
+    """A merge takes the decodes before it and the encode behind it into itself."""
+    decodes = {t.writes[0]: t for t in graph.tasks if t.verb is Verb.DECODE}
+    encodes = {t.reads[0]: t for t in graph.tasks if t.verb is Verb.ENCODE}
+    reads = Counter(slot for t in graph.tasks for slot in t.reads)
+    dropped: set[Task] = set()
+    tasks = []
+    for task in graph.tasks:
+        if task.verb is Verb.MERGE:
+            parts = []
+            for slot in task.reads:
+                if slot.kind is Kind.PLAIN and slot in decodes and reads[slot] == 1:
+                    dropped.add(decodes[slot])
+                    parts.append(decodes[slot].reads[0])
+                else:
+                    parts.append(slot)
+            mean = task.writes[0]
+            if mean.kind is Kind.PLAIN and mean in encodes and reads[mean] == 1:
+                dropped.add(encodes[mean])
+                mean = encodes[mean].writes[0]
+            task = replace(task, reads=tuple(parts), writes=(mean,))
+        tasks.append(task)
+    return _redrawn(graph, [task for task in tasks if task not in dropped])
+
+
+def whole(graph: Graph) -> Graph:
+    """One all-reduce for each piece."""
+    pieces = sorted({task.piece for task in graph.tasks})
+    slots = [(Slot(Kind.GRADIENT, piece),) for piece in pieces]
+    return _redrawn(graph, [Task(verb=Verb.ALL_REDUCE, reads=s, writes=s) for s in slots])
+
+
+def schedule(graph: Graph) -> Graph:
+    """Sorted by when a task would run if every depth took as long as another."""
+    return _redrawn(graph, sorted(graph.tasks, key=lambda task: _moment(graph, task)))
+
+
+def stages(graph: Graph) -> Graph:
+    """Each task needs all that have a smaller depth."""
+    draft = Draft(graph.num_ranks, graph.rank, graph.routes)
+    tasks = sorted(graph.tasks, key=lambda task: (task.depth, task.piece))
+    behind: list[int] = []
+    for place, task in enumerate(tasks):
+        if place and task.depth != tasks[place - 1].depth:
+            behind = [k for k in range(place) if tasks[k].depth == tasks[place - 1].depth]
+        # A receive may be posted early; what reads it waits for its stage.
+        draft.add(task, () if task.verb is Verb.RECV else behind)
+    return draft.graph()
+
+
+def exchanges(graph: Graph, stride: int = STRIDE) -> Graph:
+    """Sends, and the receives one depth below, become one call.
+
+    All ranks hold the same sends and receives at the same moment, so all make their calls in one
+    order. With every rank in it, `ps` exchanges as an all-to-all, then as an all-gather.
+    """
+    groups: dict[tuple[int, ...], list[Task]] = defaultdict(list)
+    timed: list[tuple[tuple[int, ...], int, Task]] = []
+    for task in graph.tasks:
+        moment = _moment(graph, task, stride)[0]
+        if task.verb in COMPUTING or task.verb is Verb.ALL_REDUCE:
+            timed.append(((moment, 0), task.piece, task))
+        else:
+            groups[(moment - (task.verb is Verb.RECV), 1)].append(task)
+    for moment_of, members in groups.items():
+        sends = sorted((t for t in members if t.verb is Verb.SEND), key=lambda t: (t.to, t.piece))
+        recvs = sorted((t for t in members if t.verb is Verb.RECV), key=lambda t: (t.of, t.piece))
+        task = Task(
+            verb=Verb.EXCHANGE,
+            reads=tuple(t.reads[0] for t in sends),
+            writes=tuple(t.writes[0] for t in recvs),
+            to=tuple(t.to[0] for t in sends),
+            of=tuple(t.of[0] for t in recvs),
+            depth=members[0].depth - (members[0].verb is Verb.RECV),
+        )
+        timed.append((moment_of, task.piece, task))
+    return _redrawn(graph, [task for *_, task in sorted(timed, key=lambda row: row[:2])])
+
+
+def _moment(graph: Graph, task: Task, stride: int = STRIDE) -> tuple[int, int, int]:
+    """When it is due; pieces of one moment in an order that keeps messages of a pair in order."""
+    piece, num_ranks = task.piece, graph.num_ranks
+    moment = piece // num_ranks * stride + task.depth
+    # Each rank starts with another piece, or all would send to one rank at the same time.
+    turn = (graph.routes[piece] - graph.rank - 1) % num_ranks if task.verb is Verb.ENCODE else 0
+    return moment, turn, piece
+
+
+def _redrawn(graph: Graph, tasks: Sequence[Task], routes: Sequence[int] | None = None) -> Graph:
+    """The graph of other tasks, in their order."""
+    draft = Draft(graph.num_ranks, graph.rank, graph.routes if routes is None else routes)
+    for task in tasks:
+        draft.add(task)
+    return draft.graph()

@@ -1,0 +1,69 @@
+"""`ps`: each piece has one aggregator among the ranks.
+
+    worker      encode, send to the aggregator ... recv, decode
+    aggregator  recv from each, decode, merge in rank order, encode, send to each, decode
+
+Two quantisations, whatever N is. The aggregator decodes what it sent, so all hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hipress.casync.graphs.graph import Draft, Graph, Kind, Slot
+
+DEPTH = 8
+"""Of the last task of a piece."""
+
+
+def build(num_ranks: int, rank: int, routes: Sequence[int]) -> Graph:
+    """The graph of one rank; the aggregator of a piece is its route modulo N."""
+    draft = Draft(num_ranks, rank, routes)
+    members = range(num_ranks)
+    for piece, route in enumerate(routes):
+        gradient = Slot(Kind.GRADIENT, piece)
+        between(draft, piece, gradient, list(members), route % num_ranks, [1.0] * num_ranks)
+    return draft.graph()
+
+
+def between(
+    draft: Draft,
+    piece: int,
+    own: Slot,
+    members: Sequence[int],
+    aggregator: int,
+    sizes: Sequence[float],
+    depth: int = 0,
+) -> None:
+    """Adds the tasks of one piece among some ranks, of which `draft.rank` is one.
+
+    Args:
+        draft: Where to.
+        piece: Which.
+        own: What this rank contributes.
+        members: The ranks that take part, in the order of merging.
+        aggregator: One of them.
+        sizes: How much each contribution counts.
+        depth: Of the first task.
+    """
+    rank = draft.rank
+    gradient = Slot(Kind.GRADIENT, piece)
+    back = Slot(Kind.BACK, piece, aggregator, len(members))
+    frame = Slot(Kind.FRAME, piece, rank)
+    draft.encode(own, frame, depth)
+    if rank != aggregator:
+        draft.send(frame, aggregator, depth + 1)
+        draft.recv(back, aggregator, depth + 7)
+    else:
+        others = [member for member in members if member != rank]
+        for member in others:
+            draft.recv(Slot(Kind.FRAME, piece, member), member, depth + 2)
+        parts = [Slot(Kind.PLAIN, piece, member) for member in members]
+        for member, part in zip(members, parts, strict=True):
+            draft.decode(Slot(Kind.FRAME, piece, member), part, depth + 3)
+        mean = Slot(Kind.PLAIN, piece, rank, len(members) + 1)
+        draft.merge(parts, mean, depth + 4, [size / sum(sizes) for size in sizes])
+        draft.encode(mean, back, depth + 5)
+        for member in others:
+            draft.send(back, member, depth + 6)
+    draft.decode(back, gradient, depth + DEPTH)

@@ -1,0 +1,229 @@
+"""Who is alive: heartbeats in the store, and the name of the rank that is to blame.
+
+gloo says "connection reset by 10.0.0.7:41523". This says "rank 2 is gone". Each rank counts up a
+key and watches that of the next rank: one write and two reads a beat, whatever N is. The first
+to know of a failure writes it down; all others find it there at their next beat.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hipress.casync.engine.transport import LinkError
+from hipress.errors import PeerError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+LONGEST_BEAT_S = 1.0
+MISSED_BEATS = 5
+"""A rank without a sign of life for so many beats is called gone once something else failed."""
+
+_log = logging.getLogger("hipress")
+
+
+class Health:
+    """Heartbeats of one rank.
+
+    Args:
+        store: Shared by the ranks; a connection of its own, since a wait blocks the others on it.
+        rank: This one.
+        num_ranks: N.
+        timeout_s: How long a rank may be silent before its neighbour calls it gone.
+        on_failure: Called once, from the thread of the heartbeat, with the error for callers.
+        progress: How many exchanges this rank has started: who has started fewer is late.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        on_failure: Callable[[BaseException], None],
+        progress: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._progress = progress
+        self._store = store
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._beat_s = min(LONGEST_BEAT_S, timeout_s / 10)
+        self._on_failure = on_failure
+        self._count = 0
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # the store's connection serves one at a time
+        self._thread = threading.Thread(target=self._run, name="hipress-heartbeat", daemon=True)
+        if num_ranks > 1:
+            self._beat()
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stops; tells the others that this was no accident."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._num_ranks > 1:
+            if self._thread is threading.current_thread():  # it frees the last who held it
+                return
+            self._thread.join(MISSED_BEATS * self._beat_s)
+            if self._thread.is_alive():
+                return  # it is stuck in the store, and so would this be
+            try:
+                with self._connection():
+                    self._store.set(f"beat/{self._rank}", "bye")
+            except RuntimeError as error:
+                _log.debug("the store does not answer: %s", error)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error that callers get for one that a thread ran into; tells the other ranks.
+
+        An error of this rank's own stays what it is. One of the transport becomes a PeerError
+        that names who is gone, as far as heartbeats tell.
+        """
+        if not isinstance(error, LinkError | PeerError):
+            self._tell(f"rank {self._rank} failed: {_first_line(error)}", [self._rank])
+            return error
+        try:
+            found = self._failed() or self._look(error)
+        except RuntimeError:
+            found = {"ranks": [0], "text": _lost(self._rank, error)}
+        return PeerError(found["text"], ranks=tuple(found["ranks"]))
+
+    def _run(self) -> None:
+        watched = (self._rank + 1) % self._num_ranks
+        last, since = "", time.monotonic()
+        lost_since: float | None = None
+        while not self._closed.wait(self._beat_s):
+            try:
+                self._beat()
+                found = self._failed()
+                if found is None:
+                    seen = self._read([watched])[watched]
+                    if seen != last or seen == "bye":
+                        last, since = seen, time.monotonic()
+                    elif time.monotonic() - since > self._timeout_s:
+                        text = f"rank {watched} has given no sign of life for {self._timeout_s:g} s"
+                        found = self._tell(f"{text}: it is gone or frozen.", [watched])
+                lost_since = None
+            except RuntimeError as error:
+                lost_since = lost_since or time.monotonic()
+                if time.monotonic() - lost_since < self._timeout_s:
+                    continue
+                found = {"ranks": [0], "text": _lost(self._rank, error)}
+            if found is not None and not self._closed.is_set():
+                self._on_failure(PeerError(found["text"], ranks=tuple(found["ranks"])))
+                return
+
+    def _beat(self) -> None:
+        self._count += 1
+        with self._connection():
+            self._store.set(f"beat/{self._rank}", f"{self._count}/{self._progress()}")
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The last beat of some ranks; empty for one that has never shown."""
+        found = {}
+        with self._connection():
+            for rank in ranks:
+                key = f"beat/{rank}"
+                found[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
+        return found
+
+    def _failed(self) -> dict[str, Any] | None:
+        """What some rank wrote down as the first failure."""
+        with self._connection():
+            if not self._store.check(["failed"]):
+                return None
+            found: dict[str, Any] = json.loads(self._store.get("failed"))
+            return found
+
+    def _tell(self, text: str, ranks: Sequence[int]) -> dict[str, Any]:
+        """Writes a failure down, unless another was first; what all are to say."""
+        record = {"text": text, "ranks": list(ranks)}
+        try:
+            with self._connection():
+                if self._store.add("failures", 1) == 1:
+                    self._store.set("failed", json.dumps(record))
+                    return record
+            deadline = time.monotonic() + self._beat_s
+            while time.monotonic() < deadline:
+                if (found := self._failed()) is not None:
+                    return found
+                time.sleep(0.02)
+        except RuntimeError as error:
+            _log.debug("the store does not answer: %s", error)
+        return record
+
+    def _look(self, error: BaseException) -> dict[str, Any]:
+        """Compares heartbeats over a few beats; those that stand still are to blame."""
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        before = self._read(others)
+        silent = others
+        deadline = time.monotonic() + MISSED_BEATS * self._beat_s
+        while silent and time.monotonic() < deadline:
+            time.sleep(self._beat_s / 2)
+            if (found := self._failed()) is not None:
+                return found
+            now = self._read(silent)
+            silent = [rank for rank in silent if now[rank] in (before[rank], "bye")]
+        if silent:
+            names = ", ".join(map(str, silent))
+            who = f"ranks {names} are" if len(silent) > 1 else f"rank {names} is"
+            text = f"{who} gone or frozen ({_first_line(error)}): look at the output there."
+            return self._tell(text, silent)
+        if late := self._late():
+            names = ", ".join(map(str, late))
+            who = f"ranks {names} are" if len(late) > 1 else f"rank {names} is"
+            return self._tell(
+                f"{who} late: the others wait in an exchange that has not begun there for "
+                f"{self._timeout_s:g} s, though all ranks are alive; look at the output there, or "
+                "raise HIPRESS_TIMEOUT if it only takes long.",
+                late,
+            )
+        return self._tell(
+            "messages did not come in time, though all ranks are alive: a rank is late or calls in "
+            f"another order, or a link is down ({_first_line(error)}); raise HIPRESS_TIMEOUT if it "
+            "is only late.",
+            [],
+        )
+
+    def _late(self) -> list[int]:
+        """Ranks that have started fewer exchanges than others."""
+        started = {rank: self._progress() for rank in (self._rank,)}
+        for rank, beat in self._read(
+            [r for r in range(self._num_ranks) if r != self._rank]
+        ).items():
+            _, _, count = beat.partition("/")
+            if count.isdigit():
+                started[rank] = int(count)
+        return sorted(rank for rank, count in started.items() if count < max(started.values()))
+
+    @contextmanager
+    def _connection(self) -> Iterator[None]:
+        """The store for one thread at a time; a link that is down holds its thread for good."""
+        if not self._lock.acquire(timeout=MISSED_BEATS * self._beat_s):
+            raise RuntimeError("the store does not answer")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def _lost(rank: int, error: BaseException) -> str:
+    return (
+        f"rank {rank} does not reach the store: its own link is down, or rank 0, or whoever holds "
+        f"the store, is gone ({_first_line(error)})."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """The first sentence of an error, without the place in torch's sources."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(". ")[0][:200]

@@ -1,0 +1,1 @@
+"""The backends: passes in, the source of a Python module out."""

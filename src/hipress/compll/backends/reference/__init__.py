@@ -1,0 +1,408 @@
+"""The `reference` backend: passes to plain NumPy, the meaning of the language.
+
+Each pass is written out as whole-array expressions; a pass over blocks as a Python loop over
+them. Nothing is fused, packed or tiled, so there is little to get wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hipress.compll.backends.reference import prelude
+from hipress.compll.backends.render import (
+    HOST_PRELUDE,
+    Lines,
+    body_bytes_source,
+    clear_gaps,
+    copied,
+    host_text,
+    layout,
+    print_values,
+    slot_text,
+)
+from hipress.compll.ir import (
+    Array,
+    Compact,
+    Expr,
+    Fold,
+    Kernel,
+    Loop,
+    Pass,
+    Scan,
+    Scatter,
+    Select,
+    Sorting,
+    Store,
+    pass_exprs,
+    walk,
+)
+
+_OPS = {
+    "add": "({} + {})",
+    "sub": "({} - {})",
+    "mul": "({} * {})",
+    "div": "({} / {})",
+    "idiv": "_idiv({}, {})",
+    "imod": "_imod({}, {})",
+    "shl": "_shl({}, {})",
+    "shr": "_shr({}, {})",
+    "and": "({} & {})",
+    "or": "({} | {})",
+    "xor": "({} ^ {})",
+    "inv": "(~{})",
+    "neg": "(-{})",
+    "lt": "({} < {})",
+    "le": "({} <= {})",
+    "eq": "({} == {})",
+    "ne": "({} != {})",
+    "not": "np.logical_not({})",
+    "land": "np.logical_and({}, {})",
+    "lor": "np.logical_or({}, {})",
+    "select": "np.where({}, {}, {})",
+    "min": "np.minimum({}, {})",
+    "max": "np.maximum({}, {})",
+    "abs": "np.abs({})",
+    "floor": "np.floor({})",
+    "sqrt": "np.sqrt({})",
+    "exp2": "np.asarray(np.exp2(np.asarray({}, f64)), f32)",
+    "log2": "np.asarray(np.log2(np.asarray({}, f64)), f32)",
+    "sign": "np.sign({})",
+    "exponent": "_exponent({})",
+    "power": "np.asarray(np.exp2(np.asarray({}, f64)), f32)",
+    "float": "np.asarray({}, f32)",
+    "sent": "f32({})",
+    "round_f16": "_round_f16({})",
+    "round_bf16": "_round_bf16({})",
+    "finite": "np.isfinite({})",
+}
+
+
+def render(kernels: Iterable[Kernel], *, title: str) -> str:
+    """The source of a module with one entry point per kernel."""
+    kernels = list(kernels)
+    text = "\n\n".join(_Printer(k).source() for k in kernels)
+    head = (
+        f'"""Reference kernels of {title}, made by HiPress CompLL."""\n\n'
+        "import math\n\nimport numpy as np\n\n"
+        "f32, f64, i64 = np.float32, np.float64, np.int64\n\n\n"
+    )
+    return (
+        head
+        + copied(text, prelude)
+        + HOST_PRELUDE
+        + "\n\n"
+        + body_bytes_source(kernels[0])
+        + "\n\n"
+        + text
+    )
+
+
+class _Printer:
+    """Prints one kernel."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.out = Lines()
+        self.known: dict[Expr, str] = {}
+        self._fresh = 0
+        self.folds: dict[Fold, str] = {}
+        self.domain: Expr | None = None
+        self.block: int | None = None
+
+    def fresh(self) -> str:
+        self._fresh += 1
+        return f"v{self._fresh}"
+
+    def source(self) -> str:
+        k, out = self.kernel, self.out
+        memory = k.input or k.output
+        assert memory is not None
+        takes = f"{memory.name}, states" if k.input is not None else memory.name
+        out(f"def {k.name}(n, params, rng, body, {takes}, scratch=None, pool=None):")
+        out.depth += 1
+        if k.states:
+            names = ", ".join(s.name for s in k.states)
+            out(f"{names}{',' if len(k.states) == 1 else ''} = states")
+        places = layout(k, out)
+        if k.input is not None:
+            clear_gaps(places, out)
+        for place in places:
+            dtype = {"f32": "f32", "i64": "i64", "u32": "np.uint32"}.get(place.array.storage)
+            if place.array.storage in ("u16", "f16", "bf16"):
+                dtype = "np.uint16"
+            view = f".view({dtype})" if dtype else ""
+            start, size = place.offset, place.num_bytes
+            out(f"{place.array.name} = body[{start} : {start} + {size}]{view}")
+        out('with np.errstate(all="ignore"):')
+        out.depth += 1
+        for r in k.requires:
+            text = self.value(r.cond)
+            out(f"if not {text}:")
+            out(f"    return {r.message!r}")
+        for j, p in enumerate(k.passes):
+            out(f"# Pass {j}: {type(p).__name__.lower()}.")
+            self.print_pass(p)
+        out.depth -= 1
+        if k.nonfinite is not None:
+            out(f"return bool({self.folds[k.nonfinite]})")
+        else:
+            out("return None")
+        return str(out)
+
+    # Values.
+
+    def value(self, e: Expr) -> str:
+        """Prints what `e` needs, in the domain at hand; gives its text."""
+        return self.values([e])[0]
+
+    def values(self, roots: list[Expr]) -> list[str]:
+        print_values(roots, self.out, self.spell, self.known, self.fresh)
+        return [self.known[r] for r in roots]
+
+    def spell(self, e: Expr, args: list[str]) -> str:
+        if e.host:
+            text = slot_text(e, self.kernel.params)
+            return text if e.type == "bool" else f"{'f32' if e.type == 'float' else 'i64'}({text})"
+        if e.op in ("load", "load_clamped"):
+            return self._load(e, args[0])
+        if e.op == "idx":
+            return "np.arange(a, a + m)" if self.block else f"np.arange({self._len(e.attr)})"
+        if e.op == "lidx":
+            return "np.arange(m)"
+        if e.op in ("bnum", "bstart", "blen"):
+            return {"bnum": "i64(t)", "bstart": "i64(a)", "blen": "i64(m)"}[e.op]
+        if e.op in ("uniform", "bits32"):
+            rng = "rng" if len(args) == 1 else f"(int({args[1]}), 0, 0)"
+            return f"_{e.op}({args[0]}, {e.attr}, {rng})"
+        if e.op == "fold":
+            return self.folds[e.attr]
+        if e.op == "int":
+            if e.args[0].type == "bool":
+                return f"np.asarray({args[0]}, i64)"
+            return f"_to_int({args[0]})"
+        if e.op == "uint":
+            return f"_uint({args[0]}, {2**e.attr - 1})"
+        return _OPS[e.op].format(*args)
+
+    def _load(self, e: Expr, index: str) -> str:
+        array: Array = e.attr
+        whole = array.name
+        if array.storage != "f32":
+            whole = f"_load({array.name}, {array.storage!r}, {self._len(array.length)})"
+        if e.args[0].op == "idx" and e.op == "load":
+            return f"{whole}[a : a + m]" if self.block else whole
+        return f"{whole}[{index}]" if e.op == "load" else f"_at({whole}, {index})"
+
+    def _len(self, length: Expr) -> str:
+        return self.value(length) if not length.host else self._size(length)
+
+    def _size(self, length: Expr) -> str:
+        """A length that the host knows; what would be negative is nothing."""
+        text = host_text(length, self.kernel.params)
+        return text if length.lo >= 0 else f"max({text}, 0)"
+
+    # Passes.
+
+    def print_pass(self, p: Pass) -> None:
+        before = dict(self.known)
+        if isinstance(p, Loop):
+            (self._blocks if p.block else self._loop)(p)
+        elif isinstance(p, Compact):
+            self._compact(p)
+        elif isinstance(p, Scatter):
+            self._scatter(p)
+        elif isinstance(p, Scan):
+            self._scan(p)
+        elif isinstance(p, Select | Sorting):
+            self._order(p)
+        else:
+            for s, text in zip(p.stores, self.values([s.value for s in p.stores]), strict=True):
+                dtype = "f32" if s.array.type == "float" else "i64"
+                self.out(f"_save({s.array.name}, {s.array.storage!r}, np.full(1, {text}, {dtype}))")
+        # Texts of elements name this pass's variables; what is the same everywhere may stay.
+        self.known = {
+            e: t for e, t in self.known.items() if e in before or e.op in ("count", "pick")
+        }
+
+    def _alloc(self, array: Array) -> None:
+        if array.name.startswith("temp"):
+            names = {"f32": "f32", "i64": "i64", "u8": "np.uint8", "u16": "np.uint16"}
+            dtype = names.get(array.storage, "np.uint32")
+            length = self._size(array.length)
+            self.out(f"{array.name} = np.zeros({length}, {dtype})")
+
+    def _store(self, stores: Iterable[Store], length: str) -> None:
+        stores = list(stores)
+        texts = self.values([s.value for s in stores])
+        names = []
+        for text in texts:  # all is read before anything is written
+            names.append(self.fresh())
+            self.out(f"{names[-1]} = _whole({text}, {length}).copy()")
+        for s, name in zip(stores, names, strict=True):
+            self._alloc(s.array)
+            self.out(f"_save({s.array.name}, {s.array.storage!r}, {name})")
+
+    def _fold(self, f: Fold, length: str, body: str = "") -> None:
+        init = self.value(f.init)
+        body = body or self.value(f.body)
+        name = self.fresh()
+        self.folds[f] = name
+        if f.kind == "or":
+            self.out(f"{name} = np.any({body}) if {length} else False")
+        elif f.kind == "fold":
+            assert f.combine is not None and f.carry is not None and f.item is not None
+            self.out(f"{name} = {init}")
+            self.out(f"for item in _whole({body}, {length}):")
+            self.out.depth += 1
+            inner = {**self.known, f.carry: name, f.item: "item"}
+            print_values([f.combine], self.out, self.spell, inner, self.fresh)
+            self.out(f"{name} = {inner[f.combine]}")
+            self.out.depth -= 1
+        else:
+            self.out(f"{name} = _fold_{f.kind}(_whole({body}, {length}), {init})")
+
+    def _loop(self, p: Loop) -> None:
+        length = self._len(p.length)
+        for phase in p.phases:
+            for f in phase.folds:
+                self._fold(f, length)
+            if phase.stores:
+                self._store(phase.stores, length)
+
+    def _blocks(self, p: Loop) -> None:
+        out = self.out
+        stores = [s for ph in p.phases for s in ph.stores]
+        codes = {}
+        length = self._len(p.length)
+        for s in (*stores, *p.block_stores):
+            self._alloc(s.array)
+            codes[s.array] = self.fresh()
+            size = f"-(-{length} // {p.block})" if s in p.block_stores else length
+            dtype = "f32" if s.array.type == "float" else "i64"
+            out(f"{codes[s.array]} = np.zeros({size}, {dtype})")
+        totals = [f for ph in p.phases for f in ph.folds if f.block is None]
+        parts = {f: self.fresh() for f in totals}
+        for name in parts.values():
+            out(f"{name} = []")
+        outside = dict(self.known)
+        out(f"for t in range(-(-{length} // {p.block})):")
+        out.depth += 1
+        out(f"a = t * {p.block}")
+        out(f"m = min({p.block}, {length} - a)")
+        self.block = p.block
+        for phase in p.phases:
+            for f in phase.folds:
+                if f.block is None:
+                    out(f"{parts[f]}.append(_whole({self.value(f.body)}, m))")
+                else:
+                    self._fold(f, "m")
+            for s in phase.stores:
+                out(f"{codes[s.array]}[a : a + m] = {self.value(s.value)}")
+        for s in p.block_stores:
+            out(f"{codes[s.array]}[t] = {self.value(s.value)}")
+        out.depth -= 1
+        self.block = None
+        self.known = outside
+        for s in (*stores, *p.block_stores):
+            out(f"_save({s.array.name}, {s.array.storage!r}, {codes[s.array]})")
+        for f, part in parts.items():
+            whole = self.fresh()
+            empty = {"float": "f32", "int": "i64", "bool": "bool"}[f.type]
+            out(f"{whole} = np.concatenate([np.zeros(0, {empty}), *{part}])")
+            self._fold(f, f"len({whole})", whole)
+
+    def _compact(self, p: Compact) -> None:
+        out = self.out
+        length = self._len(p.length)
+        for f in p.folds:
+            self._fold(f, length)
+        keep = self.value(p.filter.keep)
+        hits = self.fresh()
+        capacity = self._size(p.filter.capacity)
+        out(f"{hits} = np.flatnonzero(_whole({keep}, {length}))[:{capacity}]")
+        taken = self.fresh()
+        out(f"{taken} = np.zeros({length}, bool)")
+        out(f"{taken}[{hits}] = True")
+        emits = self.values([s.value for s in p.emits])
+        picked = []
+        for s, text in zip(p.emits, emits, strict=True):
+            picked.append(self.fresh())
+            dtype = "f32" if s.array.type == "float" else "i64"
+            out(f"{picked[-1]} = np.zeros({capacity}, {dtype})")
+            out(f"{picked[-1]}[: len({hits})] = _whole({text}, {length})[{hits}]")
+        for e in walk([s.value for s in p.stores]):
+            if e.op == "taken":
+                self.known[e] = taken
+        if p.stores:
+            self._store(p.stores, length)
+        for s, name in zip(p.emits, picked, strict=True):
+            self._alloc(s.array)
+            out(f"_save({s.array.name}, {s.array.storage!r}, {name})")
+        count = self.fresh()
+        out(f"{count} = i64(len({hits}))")
+        for other in self.kernel.passes:
+            for e in walk(pass_exprs(other)):
+                if e.op == "count" and e.attr is p.filter:
+                    self.known[e] = count
+
+    def _order(self, p: Select | Sorting) -> None:
+        sort, out = p.sort, self.out
+        values = sort.values.name
+        if sort.keys is not None:
+            out(f'{values}[:] = {values}[np.argsort({sort.keys.name}, kind="stable")]')
+        else:
+            out(f'{values}.sort(kind="stable")')
+        for rank in sort.ranks:
+            at = self.value(rank)
+            name = self.fresh()
+            loaded = f"_load({values}, {sort.values.storage!r}, len({values}))"
+            out(f"{name} = _at({loaded}, {at})")
+            for other in self.kernel.passes:
+                for e in walk(pass_exprs(other)):
+                    if e.op == "pick" and e.attr is sort and e.args[0] is rank:
+                        self.known[e] = name
+
+    def _scan(self, p: Scan) -> None:
+        f, out = p.fold, self.out
+        assert f.kind != "or"
+        length = self._len(f.length)
+        body, init = self.values([f.body, f.init])
+        acc, rows = self.fresh(), self.fresh()
+        self._alloc(p.array)
+        out(f"{acc}, {rows} = {init}, []")
+        out(f"for item in _whole({body}, {length}):")
+        out.depth += 1
+        text = {"sum": f"{acc} + item", "max": f"max({acc}, item)", "min": f"min({acc}, item)"}
+        if f.kind == "fold":
+            assert f.combine is not None and f.carry is not None and f.item is not None
+            inner = {**self.known, f.carry: acc, f.item: "item"}
+            print_values([f.combine], out, self.spell, inner, self.fresh)
+            out(f"{acc} = {inner[f.combine]}")
+        else:
+            out(f"{acc} = {text[f.kind]}")
+        out(f"{rows}.append({acc})")
+        out.depth -= 1
+        kind = "f32" if f.type == "float" else "i64"
+        target = f"{p.array.name}[: len({rows})]"
+        out(f"_save({target}, {p.array.storage!r}, np.array({rows}, {kind}))")
+
+    def _scatter(self, p: Scatter) -> None:
+        out = self.out
+        length = self._len(p.length)
+        index, value = self.values([p.index, p.value])
+        size = self._size(p.array.length)
+        where = self.fresh()
+        out(f"{where} = _whole({index}, {length})")
+        out(f"if np.any(({where} < 0) | ({where} >= {size})):")
+        if self.kernel.input is None:
+            out('    return "an index in the payload is out of range"')
+        else:
+            out('    raise IndexError("an index of a scatter is out of range")')
+        total = self.fresh()
+        self._alloc(p.array)
+        if p.clear:
+            out(f"{total} = np.zeros({size}, {'f32' if p.array.type == 'float' else 'i64'})")
+        else:
+            out(f"{total} = _load({p.array.name}, {p.array.storage!r}, {size}).copy()")
+        out(f"np.add.at({total}, {where}, _whole({value}, {length}))")
+        out(f"_save({p.array.name}, {p.array.storage!r}, {total})")

@@ -1,0 +1,1 @@
+"""The front end: program text in, checked values out."""

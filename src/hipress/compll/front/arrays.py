@@ -1,0 +1,419 @@
+"""Arrays of a program: what the element at an index is.
+
+No array is stored unless something needs it in memory: `at(i)` gives the value of one element, so
+a chain of maps is one expression and one pass. Filters, sorts, scans and scatters are the
+barriers; a `Draft` collects the writes they and the program's outputs need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hipress.compll.front.graph import Graph
+from hipress.compll.ir import (
+    STORAGE_BITS,
+    Array,
+    Expr,
+    Filter,
+    Fold,
+    Require,
+    Sort,
+    block_sizes,
+    walk,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ElemType:
+    """A type of the language without the star."""
+
+    kind: str
+    """`float`, `int`, `uint`, `float16` or `bfloat16`."""
+    bits: int = 0
+    """Width of a `uint`."""
+
+    def __str__(self) -> str:
+        return f"uint{self.bits}" if self.kind == "uint" else self.kind
+
+    @property
+    def storage(self) -> str:
+        names = {"float": "f32", "int": "i64", "float16": "f16", "bfloat16": "bf16"}
+        return names.get(self.kind) or f"u{self.bits}"
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of one scalar in a payload."""
+        return max(1, STORAGE_BITS[self.storage] // 8)
+
+
+FLOAT = ElemType("float")
+INT = ElemType("int")
+BOOL = ElemType("uint", 1)
+
+
+def convert(graph: Graph, value: Expr, elem: ElemType) -> Expr:
+    """`value` as an element of this type (a `uint` saturates)."""
+    if elem.kind == "float":
+        return graph.to_float(value)
+    if elem.kind == "int":
+        return graph.to_int(value)
+    if elem.kind == "uint":
+        return graph.to_uint(value, elem.bits)
+    rounded = {"float16": "round_f16", "bfloat16": "round_bf16"}[elem.kind]
+    return graph.unary(rounded, graph.to_float(value))
+
+
+class ArrayValue(Protocol):
+    """Anything with a length and an element at each index."""
+
+    @property
+    def length(self) -> Expr: ...
+    @property
+    def elem(self) -> ElemType: ...
+    def at(self, ix: Expr) -> Expr:
+        """The element at `ix`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An array in memory."""
+
+    draft: Draft
+    array: Array
+    elem: ElemType
+    distinct: bool = False
+    """Whether no two elements can be equal."""
+
+    @property
+    def length(self) -> Expr:
+        return self.array.length
+
+    def at(self, ix: Expr) -> Expr:
+        return self.draft.graph.load(self.array, ix)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """An array given by a function of the index."""
+
+    length: Expr
+    elem: ElemType
+    at: Callable[[Expr], Expr]
+    distinct: bool = False
+    """Whether no two elements can be equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a filter let through of an array; `source(i)` is the element at i before it."""
+
+    draft: Draft
+    filter: Filter
+    elem: ElemType
+    source: Callable[[Expr], Expr]
+
+    @property
+    def length(self) -> Expr:
+        return self.draft.graph.count(self.filter)
+
+    @property
+    def element(self) -> Expr:
+        """The element, in terms of the index before the filter."""
+        with self.draft.unblocked():
+            return self.source(self.draft.graph.idx(self.filter.length))
+
+    def at(self, ix: Expr) -> Expr:
+        array = self.draft.emitted(self.filter, self.element, self.elem)
+        return self.draft.graph.load(array, ix)
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A sorted array; single elements are found without sorting all."""
+
+    draft: Draft
+    sort: Sort
+    elem: ElemType
+
+    @property
+    def length(self) -> Expr:
+        return self.sort.length
+
+    def at(self, ix: Expr) -> Expr:
+        if ix.variance == 0:
+            if ix not in self.sort.ranks:
+                self.sort.ranks.append(ix)
+            return self.draft.graph.pick(self.sort, ix)
+        self.sort.whole = True
+        return self.draft.graph.load(self.sort.values, ix)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Zeros, with values added at some indices."""
+
+    draft: Draft
+    index: ArrayValue
+    value: ArrayValue
+    length: Expr
+    elem: ElemType
+
+    def at(self, ix: Expr) -> Expr:
+        graph = self.draft.graph
+        index, value = self.index, self.value
+        if (
+            self.draft.fusing
+            and isinstance(index, Kept)
+            and isinstance(value, Kept)
+            and index.filter is value.filter
+        ):
+            i = graph.idx(index.filter.length)
+            # Sent back to where it came from: the element is itself if taken, else zero.
+            if index.element is i and ix is i and self.length is index.filter.length:
+                zero = convert(graph, graph.const(0), self.elem)
+                return graph.select(graph.taken(index.filter), value.element, zero)
+        return convert(graph, graph.load(self.draft.spread(self), ix), self.elem)
+
+
+@dataclass(frozen=True, slots=True)
+class PerBlock:
+    """One value for each block of the gradient, made inside a `per` scope."""
+
+    draft: Draft
+    value: Expr
+    size: int
+    elem: ElemType
+
+    @property
+    def length(self) -> Expr:
+        return self.draft.blocks(self.size)
+
+    def at(self, ix: Expr) -> Expr:
+        if ix is self.draft.graph.block("bnum", self.size) and not self.draft.whole:
+            return self.value
+        return self.draft.graph.load(self.draft.stored(self), ix)
+
+
+@dataclass(frozen=True, slots=True)
+class InBlocks:
+    """An array as long as the gradient, made block by block inside a `per` scope."""
+
+    draft: Draft
+    value: Expr
+    size: int
+    elem: ElemType
+
+    @property
+    def length(self) -> Expr:
+        return self.draft.graph.n
+
+    def at(self, ix: Expr) -> Expr:
+        if ix is self.draft.graph.idx(self.length) and not self.draft.whole:
+            return self.value
+        return self.draft.graph.load(self.draft.stored(self), ix)
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """A block's part of an array, seen inside a `per` scope."""
+
+    graph: Graph
+    array: ArrayValue
+    size: int
+
+    @property
+    def length(self) -> Expr:
+        return self.graph.block("blen", self.size)
+
+    @property
+    def elem(self) -> ElemType:
+        return self.array.elem
+
+    def at(self, ix: Expr) -> Expr:
+        return self.array.at(self.graph.binary("add", self.graph.block("bstart", self.size), ix))
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """`array[i] = value` over a whole domain."""
+
+    array: Array
+    value: Expr
+    length: Expr
+    """The domain; for `block`, the gradient's."""
+    final: bool
+    """An output: nothing in this kernel reads it back, so a later pass will do as well."""
+    each: str = "element"
+    """`element`, `block` or `scalar`: how many values there are."""
+    block: int | None = None
+    """For `block`: the block size."""
+
+
+@dataclass(eq=False)
+class Draft:
+    """What a kernel has to write, before it is cut into passes."""
+
+    graph: Graph
+    writes: list[Write] = field(default_factory=list)
+    emits: list[tuple[Filter, Array, Expr]] = field(default_factory=list)
+    sorts: list[Sort] = field(default_factory=list)
+    scans: list[tuple[Fold, Array]] = field(default_factory=list)
+    spreads: list[tuple[Array, Expr, Expr, Expr, bool]] = field(default_factory=list)
+    """Target, length, index, value, whether it starts from zero."""
+    distinct: set[Array] = field(default_factory=set)
+    """Targets that get at most one value at each index."""
+    requires: list[Require] = field(default_factory=list)
+    temps: list[Array] = field(default_factory=list)
+    folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
+    """Reductions by what they are, so that equal ones are one."""
+    limits: dict[Expr, Expr] = field(default_factory=dict)
+    """Largest value, known to the host, of each length that is not."""
+    enforces: bool = False
+    """Whether the kernel checks `requires` before anything runs."""
+    fusing: bool = False
+    """Whether what a filter took may be asked for: only where its own pass will answer."""
+    whole: bool = False
+    """Whether the values at hand go to a pass that has no blocks."""
+    _stored: dict[object, Array] = field(default_factory=dict)
+
+    @contextmanager
+    def unblocked(self) -> Iterator[None]:
+        """For values of a pass without blocks: what per scopes made is read from memory."""
+        before, self.whole = self.whole, True
+        try:
+            yield
+        finally:
+            self.whole = before
+
+    @contextmanager
+    def fused(self, allowed: bool) -> Iterator[None]:
+        """For values that are written by the pass of the filter that they ask about."""
+        before, self.fusing = self.fusing, allowed
+        try:
+            yield
+        finally:
+            self.fusing = before
+
+    def element(self, value: ArrayValue, ix: Expr) -> Expr:
+        """An element for a pass: of what blocks of two sizes made, all is read from memory."""
+        found = value.at(ix)
+        if len(block_sizes([found])) <= 1:
+            return found
+        with self.unblocked():
+            return value.at(ix)
+
+    def depends(self, value: Expr, found: Filter) -> bool:
+        """Whether a value needs the result of a filter."""
+        mine = {array for f, array, _ in self.emits if f is found}
+        seen: set[Expr] = set()
+        todo = [value]
+        while todo:
+            for e in walk([todo.pop()]):
+                if e in seen:
+                    continue
+                seen.add(e)
+                if e.op in ("count", "taken") and e.attr is found:
+                    return True
+                if e.op in ("load", "load_clamped"):
+                    if e.attr in mine:
+                        return True
+                    todo += self._made_of(e.attr)
+                elif e.op == "fold":
+                    todo += [*e.attr.exprs, e.attr.length]
+                elif e.op in ("count", "taken"):
+                    todo.append(e.attr.keep)
+                elif e.op == "pick":
+                    todo += [e.attr.value, e.attr.key]
+        return False
+
+    def _made_of(self, array: Array) -> list[Expr]:
+        """The values that an array in memory was written from."""
+        made = [w.value for w in self.writes if w.array is array]
+        made += [value for _, target, value in self.emits if target is array]
+        made += [e for f, target in self.scans if target is array for e in f.exprs]
+        made += [e for s in self.spreads if s[0] is array for e in s[1:4]]
+        return made + [s.value for s in self.sorts if s.values is array]
+
+    def blocks(self, size: int) -> Expr:
+        """The number of blocks in the gradient."""
+        g = self.graph
+        return g.binary("idiv", g.binary("add", g.n, g.const(size - 1)), g.const(size))
+
+    def capacity(self, value: ArrayValue) -> Expr:
+        """The most elements an array can have, known to the host."""
+        return self.limits.get(value.length, value.length)
+
+    def temp(self, elem: ElemType, length: Expr) -> Array:
+        """New memory for a value between two passes; nothing is packed there."""
+        storage = elem.storage
+        if elem.kind == "uint" and elem.bits < 8:
+            storage = "u8"
+        elif elem.kind in ("float16", "bfloat16"):
+            storage = "f32"
+        array = Array(f"temp{len(self.temps)}", storage, self.limits.get(length, length))
+        self.temps.append(array)
+        return array
+
+    def stored(self, value: ArrayValue) -> Array:
+        """`value` in memory, written once however often it is asked for."""
+        if isinstance(value, Stored):
+            return value.array
+        if isinstance(value, Kept):
+            return self.emitted(value.filter, value.element, value.elem)
+        if isinstance(value, Ordered):
+            value.sort.whole = True
+            return value.sort.values
+        if isinstance(value, Spread) and value.elem.kind != "uint":
+            return self.spread(value)
+        if isinstance(value, PerBlock):
+            key: object = ("block", value.value)
+            if key not in self._stored:
+                self._stored[key] = self.temp(value.elem, value.length)
+                self.writes.append(
+                    Write(self._stored[key], value.value, self.graph.n, False, "block", value.size)
+                )
+            return self._stored[key]
+        before, self.whole = self.whole, False  # written by a pass of its own, which has blocks
+        body = self.element(value, self.graph.idx(value.length))
+        self.whole = before
+        key = ("element", body, value.elem)
+        if key not in self._stored:
+            self._stored[key] = self.temp(value.elem, value.length)
+            self.writes.append(Write(self._stored[key], body, value.length, False))
+        return self._stored[key]
+
+    def emitted(self, found: Filter, value: Expr, elem: ElemType) -> Array:
+        """The array that collects `value` of each element that `found` takes."""
+        key = ("emit", found, value, elem)
+        if key not in self._stored:
+            self._stored[key] = self.temp(elem, found.capacity)
+            self.emits.append((found, self._stored[key], value))
+        return self._stored[key]
+
+    def spread(self, value: Spread) -> Array:
+        """A scatter's result in memory."""
+        key = ("spread", value)
+        if key not in self._stored:
+            # Wide, so that codes may add up; who reads it saturates them again.
+            target = self.temp(INT if value.elem.kind == "uint" else value.elem, value.length)
+            self._stored[key] = target
+            self.scatter_into(target, value, clear=True)
+        return self._stored[key]
+
+    def scatter_into(self, target: Array, value: Spread, *, clear: bool) -> None:
+        """Plans the scatter itself, into memory that exists."""
+        ix = self.graph.idx(value.index.length)
+        with self.unblocked():
+            pair = (value.index.at(ix), value.value.at(ix))
+        self.spreads.append((target, value.index.length, *pair, clear))
+        if isinstance(value.index, Computed | Stored) and value.index.distinct:
+            self.distinct.add(target)
+
+    def scanned(self, fold: Fold, elem: ElemType) -> Array:
+        """A running reduction in memory."""
+        array = self.temp(elem, fold.length)
+        self.scans.append((fold, array))
+        return array

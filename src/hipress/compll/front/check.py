@@ -1,0 +1,394 @@
+"""The checked meaning of a function: names, types, widths and sizes, before any code is made.
+
+A function is *played* once with symbolic arguments: each expression becomes a value of `ir`, each
+array one of `arrays`. What does not fit is a `ProgramError` at the place where it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hipress.compll.front import ast
+from hipress.compll.front.arrays import (
+    BOOL,
+    FLOAT,
+    ArrayValue,
+    Computed,
+    Draft,
+    ElemType,
+    InBlocks,
+    PerBlock,
+    Sliced,
+    Stored,
+    convert,
+)
+from hipress.compll.front.expressions import Expressions
+from hipress.compll.front.graph import Graph, TooDeep
+from hipress.compll.front.parse import TYPES
+from hipress.compll.front.scope import (
+    Binding,
+    Env,
+    Func,
+    Param,
+    ParamValue,
+    Part,
+    Scalar,
+    Signature,
+    Struct,
+    Unset,
+)
+from hipress.compll.ir import Array, Expr, Require
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a function did: the payload it made, or the gradient; and its states."""
+
+    parts: tuple[Part, ...]
+    gradient: ArrayValue | None
+    states: tuple[ArrayValue, ...]
+
+
+def signature(source: ast.Source, function: ast.Function) -> Signature:
+    """Sorts the arguments of an encode or decode function by role."""
+    check = Expressions(source, Draft(Graph()))
+    arrays = [a for a in function.args if a.type.array]
+    states = tuple(a for a in arrays if a.inout)
+    gradients = [a for a in arrays if not a.inout and a.type.base == "float"]
+    payloads = [a for a in arrays if not a.inout and a.type.base == "uint8"]
+    for a in arrays:
+        if a.type.base not in ("float", "uint8") or (a.inout and a.type.base != "float"):
+            check.fail(
+                a,
+                f"argument {a.name!r}: arrays are float* (gradient), uint8* (payload) or "
+                "inout float* (state)",
+            )
+    if len(gradients) != 1 or len(payloads) != 1:
+        check.fail(
+            function,
+            f"{function.name} takes {len(gradients)} float* and {len(payloads)} uint8* arguments; "
+            "exactly one of each is needed: the gradient and the payload",
+        )
+    if states and function.name.endswith("Decode"):
+        check.fail(states[0], "a decode function keeps no state; remove the inout argument")
+    params: list[Param] = []
+    blocks = {b.name: b for b in source.params}
+    for a in function.args:
+        if a.type.array:
+            continue
+        if a.type.base in blocks:
+            params.extend(_fields(check, blocks[a.type.base]))
+        elif a.type.base[0].isupper() or a.type.base not in _SCALARS:
+            known = ", ".join(sorted(blocks)) or "none"
+            message = f"{a.type.base!r} is not a type; param blocks in this file: {known}"
+            check.fail(a, f"{message}; types: {TYPES}")
+        else:
+            params.append(Param(a.name, check.elem(a.type, Env()), None))
+    names = [p.name for p in params]
+    for name in names:
+        if names.count(name) > 1:
+            check.fail(function, f"two parameters are called {name!r}; rename one")
+    return Signature(gradients[0], payloads[0], states, tuple(params))
+
+
+_SCALARS = ("float", "int", "uint", "uint1", "uint2", "uint4", "uint8", "uint16", "uint32")
+
+
+def _fields(check: Expressions, block: ast.ParamBlock) -> list[Param]:
+    params = []
+    for f in block.fields:
+        elem = check.elem(f.type, Env())
+        default: ParamValue | None = None
+        if f.value is not None:
+            value = check.scalar(f.value, Env())
+            if value.op != "const":
+                check.fail(f.value, "the default of a parameter must be a literal")
+            default = float(value.attr) if elem.kind == "float" else int(value.attr)
+        params.append(Param(f.name, elem, default))
+    return params
+
+
+def play(
+    source: ast.Source,
+    function: ast.Function,
+    draft: Draft,
+    *,
+    params: Mapping[str, ParamValue],
+    gradient: ArrayValue | None = None,
+    states: Sequence[ArrayValue] = (),
+    payload: Sequence[Part] | None = None,
+) -> Played:
+    """Plays `function` into `draft`.
+
+    Args:
+        source: The file it stands in, for messages and param blocks.
+        function: An encode or a decode function.
+        draft: Where barriers and requirements are collected.
+        params: Value of every integer parameter (float ones stay symbolic).
+        gradient: For encode: what it reads.
+        states: For encode: its `inout` arrays.
+        payload: For decode: what `extract` gives; None while only encode is known.
+    """
+    player = _Player(source, draft, dict(params))
+    roles = signature(source, function)
+    env = player.arguments(function, roles)
+    if gradient is not None:
+        env.names[roles.gradient.name] = gradient
+        env.names[roles.payload.name] = Unset(ElemType("uint", 8), True, None)
+        for arg, state in zip(roles.states, states, strict=True):
+            env.names[arg.name] = state
+    else:
+        player.payload_name, player.payload = roles.payload.name, payload
+        player.decoding = True
+        env.names[roles.gradient.name] = Unset(FLOAT, True, draft.graph.n)
+    try:
+        player.statements(function.body, env)
+    except TooDeep:
+        player.fail(function, "a value is made of too many operations one after another")
+    if gradient is None:
+        made = env.names[roles.gradient.name]
+        if isinstance(made, Unset):
+            player.fail(function, f"{function.name} never assigns {roles.gradient.name!r}")
+        assert not isinstance(made, Scalar | Func | Struct)
+        return Played((), made, ())
+    if player.parts is None:
+        player.fail(function, f"{function.name} never assigns {roles.payload.name!r} = concat(...)")
+    finals = tuple(env.names[a.name] for a in roles.states)
+    return Played(player.parts, None, finals)  # type: ignore[arg-type]
+
+
+class _Player(Expressions):
+    """Plays the statements of a function."""
+
+    def __init__(self, source: ast.Source, draft: Draft, params: dict[str, ParamValue]) -> None:
+        super().__init__(source, draft)
+        self.params = params
+        self.parts: tuple[Part, ...] | None = None
+        self.payload: Sequence[Part] | None = None
+        self.payload_name: str | None = None
+
+    def arguments(self, function: ast.Function, roles: Signature) -> Env:
+        """The parameters by name; arrays are bound by the caller."""
+        if function.returns.base != "void" or function.returns.array:
+            self.fail(function.returns, f"{function.name} must return void")
+        env = Env()
+        blocks = {b.name: b for b in self.source.params}
+        values = {p.name: self._param(function, p) for p in roles.params}
+        for arg in function.args:
+            if arg.name in env.names:
+                self.fail(arg, f"two arguments are called {arg.name!r}")
+            if arg.type.base in blocks:
+                names = [f.name for f in blocks[arg.type.base].fields]
+                env.names[arg.name] = Struct({name: values[name] for name in names})
+            elif not arg.type.array:
+                env.names[arg.name] = values[arg.name]
+            else:
+                env.names[arg.name] = Unset(FLOAT, True, None)
+        return env
+
+    def _param(self, function: ast.Function, param: Param) -> Scalar:
+        if param.runtime:
+            return Scalar(self.graph.param(param.name), param.elem)
+        value = self.params.get(param.name, param.default)
+        if value is None:
+            self.fail(function, f"parameter {param.name!r} has no value and no default")
+        return Scalar(self.graph.const(int(value)), param.elem)
+
+    def statements(self, body: Sequence[ast.Statement], env: Env) -> None:
+        with self.nested(body):
+            for statement in body:
+                self._statement(statement, env)
+
+    def _statement(self, s: ast.Statement, env: Env) -> None:
+        if isinstance(s, ast.Declare):
+            self.declare(s, env)
+        elif isinstance(s, ast.Assign):
+            self._assign(s, env)
+        elif isinstance(s, ast.If):
+            self._if(s, env)
+        elif isinstance(s, ast.Per):
+            self._per(s, env)
+        elif isinstance(s, ast.Do):
+            call = s.value
+            if not (isinstance(call, ast.Call) and call.name == "extract"):
+                self.fail(s, "a value nobody uses; only extract(...) stands on its own")
+            self._extract(call, env)
+        elif s.value is not None:
+            self.fail(s, "a function returns nothing; assign its output array instead")
+        else:
+            self.fail(s, "return is allowed in lambdas only; use if/else")
+
+    def _assign(self, s: ast.Assign, env: Env) -> None:
+        home = env.home(s.name)
+        if home is None:
+            self.unknown(s, s.name, env)
+        old = home.names[s.name]
+        if isinstance(s.value, ast.Call) and s.value.name == "concat":
+            if not (isinstance(old, Unset) and old.array and old.length is None):
+                self.fail(s, f"concat(...) is assigned to the payload, once; {s.name!r} is not it")
+            if env.per() is not None:
+                self.fail(s, "concat(...) belongs after the per scope, not inside it")
+            self.parts = tuple(self._part(a, env) for a in s.value.args)
+            home.names[s.name] = Computed(self.graph.const(0), BOOL, lambda ix: ix)
+            return
+        scope = env.per()
+        if isinstance(old, Func | Struct):
+            self.fail(s, f"{s.name!r} is not a variable")
+        if isinstance(old, Scalar):
+            if scope is not None and scope is not home and not home.within(scope):
+                self.fail(
+                    s,
+                    f"{s.name!r} has one value for the whole gradient; "
+                    "declare a new name inside the per scope",
+                )
+            home.names[s.name] = self.typed(s.value, old.elem, False, s.name, env)
+            return
+        array = old.array if isinstance(old, Unset) else True
+        made = self.typed(s.value, old.elem, array, s.name, env)
+        want = old.length
+        if scope is not None and home is not scope and not home.within(scope):
+            made = self._leave(s.name, made, s, scope)
+        if want is not None and not isinstance(made, Scalar) and made.length is not want:
+            self.fail(
+                s,
+                f"{s.name!r} has {self.show(want)}, the value assigned to it "
+                f"{self.show(made.length)}",
+            )
+        home.names[s.name] = made
+
+    def _if(self, s: ast.If, env: Env) -> None:
+        cond = self.graph.to_bool(self.scalar(s.cond, env))
+        if cond.op == "const":
+            self.statements(s.yes if cond.attr else s.no, Env(outer=env))
+            return
+        before = env.snapshot()
+        self.statements(s.yes, Env(outer=env))
+        yes = env.snapshot()
+        env.restore(before)
+        self.statements(s.no, Env(outer=env))
+        self.merge(s, cond, yes, env)
+
+    def _per(self, s: ast.Per, env: Env) -> None:
+        if env.per() is not None:
+            self.fail(s, "a per scope cannot stand inside another")
+        size = self.scalar(s.size, env)
+        if size.op != "const" or size.type != "int":
+            self.fail(s.size, "a block size is made of integer parameters and literals")
+        if size.attr < 8 or size.attr % 8:
+            self.fail(
+                s.size,
+                f"a block of {size.attr} elements; it must be a positive multiple of 8, so "
+                "that packed blocks start on a whole byte",
+            )
+        scope = Env(outer=env, block=size.attr)
+        self.statements(s.body, scope)
+        for name, made in scope.names.items():
+            if isinstance(made, Scalar | Computed | Sliced):
+                old = env.names.get(name)
+                if old is not None and not isinstance(old, PerBlock | InBlocks):
+                    self.fail(s, f"{name!r} is declared twice")
+                env.names[name] = self._leave(name, made, s, scope)
+
+    def _leave(self, name: str, made: Binding, node: ast.Node, scope: Env) -> ArrayValue:
+        """What a name of a per scope is outside: all blocks side by side."""
+        size = scope.block
+        assert size is not None
+        if isinstance(made, Scalar):
+            return PerBlock(self.draft, made.value, size, made.elem)
+        assert not isinstance(made, Func | Struct | Unset)
+        if made.length is not self.graph.block("blen", size):
+            self.fail(
+                node,
+                f"{name!r} leaves the per scope with {self.show(made.length)} "
+                "in each block; only arrays as long as the block can",
+            )
+        return InBlocks(self.draft, made.at(self.graph.block("lidx", size)), size, made.elem)
+
+    def _part(self, node: ast.Expr, env: Env) -> Part:
+        value = self.value(node, env)
+        if isinstance(value, Scalar):
+            sent = self.graph.sent(convert(self.graph, value.value, value.elem))
+            return Part(value.elem, sent, node.pos)
+        if isinstance(value, Func | Struct | Unset):
+            self.fail(node, "concat takes numbers and arrays that have a value")
+        return Part(value.elem, value, node.pos)
+
+    def _extract(self, call: ast.Call, env: Env) -> None:
+        if env.per() is not None:
+            self.fail(call, "extract(...) belongs before the per scope, not inside it")
+        names = []
+        for arg in call.args:
+            if not isinstance(arg, ast.Name):
+                self.fail(arg, "extract takes names: the payload, then what to read from it")
+            names.append(arg)
+        if not names or names[0].id != self.payload_name:
+            self.fail(call, f"extract reads the payload {self.payload_name!r}: put it first")
+        targets = names[1:]
+        parts = self._given(call, targets, env) if self.payload is None else self.payload
+        if len(parts) != len(targets):
+            self.fail(call, f"extract reads {len(targets)} parts; encode wrote {len(parts)}")
+        for target, part in zip(targets, parts, strict=True):
+            self._bind(target, part, env)
+
+    def _given(self, call: ast.Call, targets: list[ast.Name], env: Env) -> list[Part]:
+        """Parts as declared, where no encode function is at hand to tell them."""
+        parts = []
+        for i, target in enumerate(targets):
+            home = env.home(target.id)
+            slot = home.names[target.id] if home is not None else None
+            if isinstance(slot, Unset) and slot.array:
+                length = slot.length
+                if length is None:
+                    self.fail(
+                        target,
+                        f"the length of {target.id!r} is not known without the encode"
+                        f" function; write {slot.elem} {target.id}[size];",
+                    )
+                array = Array(f"section{i}", slot.elem.storage, length, target.id)
+                parts.append(Part(slot.elem, Stored(self.draft, array, slot.elem), target.pos))
+            elif isinstance(slot, Unset | Scalar):
+                array = Array(f"section{i}", slot.elem.storage, self.graph.const(1), target.id)
+                value = self.graph.load(array, self.graph.const(0))
+                parts.append(Part(slot.elem, value, target.pos))
+            else:
+                self.unknown(target, target.id, env)
+        return parts
+
+    def _bind(self, target: ast.Name, part: Part, env: Env) -> None:
+        home = env.home(target.id)
+        if home is None:
+            self.unknown(target, target.id, env)
+        slot = home.names[target.id]
+        wrote = f"{part.elem}{'' if isinstance(part.value, Expr) else '*'}"
+        if isinstance(slot, Func | Struct):
+            self.fail(target, f"{target.id!r} cannot be read from a payload")
+        reads = f"{slot.elem}{'' if isinstance(slot, Scalar) or not _is_array(slot) else '*'}"
+        if reads != wrote:
+            self.fail(target, f"{target.id!r} reads {reads}; encode wrote {wrote} here")
+        if isinstance(slot, Scalar):
+            # A parameter is not overwritten: what was sent must equal it.
+            assert isinstance(part.value, Expr)
+            self.draft.requires.append(
+                Require(
+                    self.graph.binary("eq", part.value, slot.value),
+                    f"the payload was made with another {target.id!r}",
+                )
+            )
+            return
+        if isinstance(part.value, Expr):
+            home.names[target.id] = Scalar(part.value, part.elem)
+            return
+        value = part.value
+        want = slot.length
+        limit = self.draft.capacity(value)
+        if want is not None and want is not limit:
+            self.fail(
+                target,
+                f"{target.id!r} has {self.show(want)}; encode wrote {self.show(limit)}",
+            )
+        home.names[target.id] = value
+
+
+def _is_array(slot: Binding) -> bool:
+    return slot.array if isinstance(slot, Unset) else not isinstance(slot, Scalar)

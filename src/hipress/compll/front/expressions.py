@@ -1,0 +1,413 @@
+"""Expressions and lambdas: from what is written to values.
+
+`Expressions` knows nothing of functions and payloads; `check` adds those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from hipress.compll.front import ast, operators
+from hipress.compll.front.arrays import (
+    BOOL,
+    FLOAT,
+    INT,
+    ArrayValue,
+    Draft,
+    ElemType,
+    InBlocks,
+    Sliced,
+    Stored,
+    convert,
+)
+from hipress.compll.front.parse import fail
+from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
+from hipress.compll.ir import Expr
+
+WIDTHS = (1, 2, 4, 8, 16, 32)
+MAX_DEPTH = 100
+MAX_BLOCKS = 40
+MAX_WORK = 100_000
+"""Expressions played for one function: the largest of our programs needs under 500."""
+
+
+class Expressions:
+    """Turns expressions into values; one per function played."""
+
+    def __init__(self, source: ast.Source, draft: Draft) -> None:
+        self.source = source
+        self.draft = draft
+        self.graph = draft.graph
+        self.position: Expr | None = None
+        """Index that `random` draws for: set while a lambda runs over an array."""
+        self.depth = 0
+        self.blocks = 0
+        self.lambdas = 0
+        """Lambdas around the expression at hand."""
+        self.decoding = False
+        self.reducing = False
+        self.work = 0
+        self._sites: dict[ast.Pos, int] = {}
+
+    @contextmanager
+    def nested(self, body: Sequence[ast.Statement]) -> Iterator[None]:
+        """Counts statements inside statements."""
+        self.blocks += 1
+        if self.blocks > MAX_BLOCKS and body:
+            self.fail(body[0], f"statements are nested more than {MAX_BLOCKS} deep")
+        try:
+            yield
+        finally:
+            self.blocks -= 1
+
+    def fail(self, node: ast.Node, message: str) -> NoReturn:
+        fail(self.source.file, self.source.text, node.pos, message)
+
+    def site(self, pos: ast.Pos) -> int:
+        """Each `random` in the text draws its own numbers."""
+        return self._sites.setdefault(pos, len(self._sites))
+
+    def elem(self, type_: ast.TypeName, env: Env) -> ElemType:
+        """The element type that `type_` names."""
+        if type_.width is not None and type_.base != "uint":
+            self.fail(type_, f"{type_.base!r} takes no width; write uint<...>")
+        if type_.base == "uint":
+            if type_.width is None:
+                return ElemType("uint", 32)
+            width = self.scalar(type_.width, env)
+            if width.op != "const" or width.type != "int":
+                self.fail(type_.width, "a width is made of integer parameters and literals")
+            if width.attr not in WIDTHS:
+                choices = ", ".join(map(str, WIDTHS))
+                self.fail(type_.width, f"a uint of {width.attr} bits; allowed: {choices}")
+            return ElemType("uint", width.attr)
+        if type_.base.startswith("uint"):
+            return ElemType("uint", int(type_.base[4:]))
+        if type_.base in ("float", "int", "float16", "bfloat16"):
+            return ElemType(type_.base)
+        self.fail(type_, f"{type_.base!r} is no type of a value; allowed: float, int, uint<...>")
+
+    def declare(self, s: ast.Declare, env: Env) -> None:
+        """Binds a new name."""
+        if s.name in env.names:
+            self.fail(s, f"{s.name!r} is declared twice")
+        if s.type.base == "lambda_func":
+            assert isinstance(s.value, ast.Lambda)
+            env.names[s.name] = Func(s.value, env)
+            return
+        if isinstance(s.value, ast.Lambda):
+            self.fail(s, "a lambda is declared with lambda_func")
+        elem = self.elem(s.type, env)
+        if s.value is None:
+            length = None if s.size is None else self.size(s.size, env)
+            env.names[s.name] = Unset(elem, s.type.array or s.size is not None, length)
+        else:
+            env.names[s.name] = self.typed(s.value, elem, s.type.array, s.name, env)
+
+    def merge(
+        self, node: ast.Node, cond: Expr, yes: list[dict[str, Binding]], env: Env | None
+    ) -> None:
+        for frame in yes:
+            assert env is not None
+            for name, a in frame.items():
+                b = env.names[name]
+                if a is b or a == b:
+                    continue
+                if isinstance(a, Unset) or isinstance(b, Unset):
+                    self.fail(node, f"{name!r} gets a value on one way only; give it one before")
+                if not (isinstance(a, Scalar) and isinstance(b, Scalar)):
+                    self.fail(
+                        node,
+                        f"{name!r} would be an array that depends on the gradient; "
+                        "choose between arrays by parameters only, or inside a lambda",
+                    )
+                env.names[name] = Scalar(self.graph.select(cond, a.value, b.value), a.elem)
+            env = env.outer
+
+    def value(self, node: ast.Expr, env: Env) -> Binding:
+        """Any value: a number, an array or a function."""
+        self.depth += 1
+        self.work += 1
+        if self.depth > MAX_DEPTH:
+            self.fail(node, "expressions or lambdas are nested too deeply; name the inner ones")
+        if self.work > MAX_WORK:
+            self.fail(node, "the program is too large: its lambdas call each other too often")
+        try:
+            return self._value(node, env)
+        finally:
+            self.depth -= 1
+
+    def _value(self, node: ast.Expr, env: Env) -> Binding:
+        if isinstance(node, ast.Number):
+            return self.number(self.graph.const(node.value))
+        if isinstance(node, ast.Name):
+            return self._name(node, env)
+        if isinstance(node, ast.Lambda):
+            return Func(node, env)
+        if isinstance(node, ast.Call):
+            return self._call(node, env)
+        if isinstance(node, ast.Member):
+            return self._member(node, env)
+        if isinstance(node, ast.Index):
+            array = self.array(node.value, env)
+            index = self.scalar(node.index, env)
+            if index.type != "int":
+                self.fail(node.index, "an index is an int; this is a float")
+            return Scalar(operators.element(self, array, index), array.elem)
+        if isinstance(node, ast.Ternary):
+            cond = self.graph.to_bool(self.scalar(node.cond, env))
+            yes, no = self.same(self.scalar(node.yes, env), self.scalar(node.no, env))
+            return self.number(self.graph.select(cond, yes, no))
+        if isinstance(node, ast.Unary):
+            return self.number(self._unary(node, self.scalar(node.value, env)))
+        return self.number(self._binary(node, env))
+
+    def number(self, value: Expr) -> Scalar:
+        """A scalar with the type that its value has by itself."""
+        elem = {"float": FLOAT, "int": INT, "bool": BOOL}[value.type]
+        return Scalar(value, elem)
+
+    def _name(self, node: ast.Name, env: Env) -> Binding:
+        home = env.home(node.id)
+        if home is None:
+            self.unknown(node, node.id, env)
+        found = home.names[node.id]
+        scope = env.per()
+        if scope is None or home.within(scope):
+            return found
+        if isinstance(found, Scalar | Func | Struct | Unset):
+            return found
+        assert scope.block is not None
+        if isinstance(found, InBlocks) and found.size != scope.block:
+            found = Stored(self.draft, self.draft.stored(found), found.elem)
+        if found.length is self.graph.n:
+            return Sliced(self.graph, found, scope.block)
+        if found.length is self.draft.blocks(scope.block):
+            return Scalar(found.at(self.graph.block("bnum", scope.block)), found.elem)
+        return found
+
+    def _member(self, node: ast.Member, env: Env) -> Binding:
+        value = self.value(node.value, env)
+        if isinstance(value, Struct):
+            if node.field not in value.fields:
+                known = ", ".join(value.fields)
+                self.fail(node, f"no parameter {node.field!r}; the block has: {known}")
+            return value.fields[node.field]
+        if isinstance(value, Unset) and value.array and value.length is not None:
+            length = value.length
+            scope = env.per()
+            if scope is not None and length is self.graph.n:
+                assert scope.block is not None
+                length = self.graph.block("blen", scope.block)
+        elif isinstance(value, Scalar | Func | Unset):
+            self.fail(node, f"only arrays have members, and only .size; this has no {node.field!r}")
+        else:
+            length = value.length
+        if node.field != "size":
+            self.fail(node, f"an array has no {node.field!r}, only .size")
+        return Scalar(length, INT)
+
+    def _unary(self, node: ast.Unary, value: Expr) -> Expr:
+        if node.op == "!":
+            return self.graph.unary("not", self.graph.to_bool(value))
+        if node.op == "~":
+            return self.graph.unary("inv", self._whole(node.value, value))
+        if value.type == "bool":
+            value = self.graph.to_int(value)
+        return value if node.op == "+" else self.graph.unary("neg", value)
+
+    def _whole(self, node: ast.Node, value: Expr) -> Expr:
+        if value.type == "float":
+            self.fail(node, "an int is needed here; this is a float")
+        return self.graph.to_int(value)
+
+    def _binary(self, node: ast.Binary, env: Env) -> Expr:
+        g = self.graph
+        a, b = self.scalar(node.left, env), self.scalar(node.right, env)
+        if node.op in ("&&", "||"):
+            return g.logic("land" if node.op == "&&" else "lor", g.to_bool(a), g.to_bool(b))
+        if node.op in ("%", "<<", ">>", "&", "|", "^"):
+            op = {"%": "imod", "<<": "shl", ">>": "shr", "&": "and", "|": "or", "^": "xor"}[node.op]
+            return g.binary(op, self._whole(node.left, a), self._whole(node.right, b))
+        a, b = self.same(a, b)
+        if node.op in ("<", "<=", "==", "!="):
+            return g.binary({"<": "lt", "<=": "le", "==": "eq", "!=": "ne"}[node.op], a, b)
+        if node.op in (">", ">="):
+            return g.binary("lt" if node.op == ">" else "le", b, a)
+        if node.op == "/":
+            return g.binary("div" if a.type == "float" else "idiv", a, b)
+        return g.binary({"+": "add", "-": "sub", "*": "mul"}[node.op], a, b)
+
+    def same(self, a: Expr, b: Expr) -> tuple[Expr, Expr]:
+        """Two numbers in their common type: float if one is, else int."""
+        g = self.graph
+        if "float" in (a.type, b.type):
+            return g.to_float(a), g.to_float(b)
+        return g.to_int(a), g.to_int(b)
+
+    def scalar(self, node: ast.Expr, env: Env) -> Expr:
+        """A number, or an error at `node`."""
+        value = self.value(node, env)
+        if isinstance(value, Scalar):
+            return value.value
+        what = self.what(value)
+        self.fail(node, f"a number is needed here, this is {what}; index it or reduce it")
+
+    def array(self, node: ast.Expr, env: Env) -> ArrayValue:
+        """An array, or an error at `node`."""
+        value = self.value(node, env)
+        if isinstance(value, Scalar | Func | Struct | Unset):
+            self.fail(node, f"an array is needed here, this is {self.what(value)}")
+        return value
+
+    @staticmethod
+    def what(value: Binding) -> str:
+        if isinstance(value, Func):
+            return "a lambda"
+        if isinstance(value, Struct):
+            return "a param block"
+        if isinstance(value, Unset):
+            return "a name without a value yet"
+        return str(value.elem) if isinstance(value, Scalar) else f"an array ({value.elem}*)"
+
+    def size(self, node: ast.Expr, env: Env) -> Expr:
+        """The length of an array: known from sizes and parameters alone."""
+        value = self.scalar(node, env)
+        if value.type != "int":
+            self.fail(node, "a size is an int; this is a float (use floor and an int variable)")
+        if not (value.host or value.op in ("count", "blen")):
+            self.fail(node, "a size is made of sizes and parameters; this depends on the gradient")
+        return value
+
+    def show(self, length: Expr) -> str:
+        """A length in words a reader knows."""
+        if length.op == "const":
+            return f"{length.attr} elements"
+        known = {"n": "the gradient", "count": "a filter let through", "blen": "the block"}
+        of = known.get(length.op)
+        return f"as many elements as {of}" if of else "another number of elements"
+
+    def typed(
+        self, node: ast.Expr, elem: ElemType, array: bool, name: str, env: Env
+    ) -> Scalar | ArrayValue:
+        value = self.value(node, env)
+        if isinstance(value, Scalar):
+            if array:
+                self.fail(node, f"{name!r} is an array ({elem}*); this is a number")
+            return Scalar(convert(self.graph, value.value, elem), elem)
+        if isinstance(value, Func | Struct | Unset):
+            self.fail(node, f"{name!r} cannot hold {self.what(value)}")
+        if not array:
+            self.fail(node, f"{name!r} is a number; this is an array ({value.elem}*)")
+        return operators.retyped(self, value, elem)
+
+    def _call(self, node: ast.Call, env: Env) -> Binding:
+        home = env.home(node.name)
+        if home is not None:
+            func = home.names[node.name]
+            if not isinstance(func, Func):
+                self.fail(node, f"{node.name!r} is {self.what(func)} here, not a function")
+            return self.apply(node, func, [self.scalar(a, env) for a in node.args], None)
+        operator = operators.OPERATORS.get(node.name)
+        if operator is None:
+            known = ", ".join(sorted(operators.OPERATORS))
+            self.fail(node, f"{node.name!r} is not a function; operators: {known}")
+        if self.lambdas and node.name in operators.WHOLE:
+            self.fail(node, f"{node.name} works on whole arrays; do it before the lambda")
+        return operator(self, node, env)
+
+    def apply(
+        self, node: ast.Node, func: Func, args: Sequence[Expr], position: Expr | None
+    ) -> Scalar:
+        """Calls a lambda; `position` is the index it runs at, if it runs over an array."""
+        code = func.code
+        if len(args) != len(code.args):
+            self.fail(node, f"the lambda takes {len(code.args)} arguments; {len(args)} were given")
+        env = Env(outer=func.env)
+        for arg, value in zip(code.args, args, strict=True):
+            if arg.type.array or arg.inout:
+                self.fail(arg, "a lambda takes numbers; capture arrays by name instead")
+            elem = self.elem(arg.type, func.env)
+            env.names[arg.name] = Scalar(convert(self.graph, value, elem), elem)
+        saved = self.position
+        self.position = position if position is not None else saved
+        self.lambdas += 1
+        try:
+            done, result = self._outcome(code.body, env, env)
+        finally:
+            self.position = saved
+            self.lambdas -= 1
+        if done is not self.graph.const(True):
+            self.fail(code, "the lambda may end without a return")
+        returns = self.elem(code.returns, func.env)
+        if code.returns.array:
+            self.fail(code.returns, "a lambda returns a number")
+        return Scalar(convert(self.graph, result, returns), returns)
+
+    def _outcome(self, body: Sequence[ast.Statement], env: Env, top: Env) -> tuple[Expr, Expr]:
+        """Whether a lambda's statements return, and what; both may depend on the element.
+
+        Every statement is played once, also after an `if` that returns: work grows with the
+        length of the text, not with the number of ways through it.
+        """
+        with self.nested(body):
+            return self._outcome_of(body, env, top)
+
+    def _outcome_of(self, body: Sequence[ast.Statement], env: Env, top: Env) -> tuple[Expr, Expr]:
+        g = self.graph
+        done, result = g.const(False), g.const(0)
+        for s in body:
+            if isinstance(s, ast.Return):
+                if s.value is None:
+                    self.fail(s, "a lambda returns a value")
+                returns, value = g.const(True), self.scalar(s.value, env)
+            elif isinstance(s, ast.If):
+                returns, value = self._branch(s, env, top)
+            else:
+                self._inner_statement(s, env, top)
+                continue
+            if done is g.const(False):
+                result = value
+            else:
+                result = g.select(done, *self.same(result, value))
+            done = g.logic("lor", done, returns)
+            if done is g.const(True):
+                break
+        return done, result
+
+    def _branch(self, s: ast.If, env: Env, top: Env) -> tuple[Expr, Expr]:
+        g = self.graph
+        cond = g.to_bool(self.scalar(s.cond, env))
+        before = env.snapshot()
+        yes_done, yes = self._outcome(s.yes, Env(outer=env), top)
+        after = env.snapshot()
+        env.restore(before)
+        no_done, no = self._outcome(s.no, Env(outer=env), top)
+        self.merge(s, cond, after, env)
+        if no_done is g.const(False):
+            return g.logic("land", cond, yes_done), yes
+        if yes_done is g.const(False):
+            return g.logic("land", g.unary("not", cond), no_done), no
+        return g.select(cond, yes_done, no_done), g.select(cond, *self.same(yes, no))
+
+    def _inner_statement(self, s: ast.Statement, env: Env, top: Env) -> None:
+        if isinstance(s, ast.Declare):
+            if s.type.array or s.size is not None or s.type.base == "lambda_func":
+                self.fail(s, "inside a lambda only numbers can be declared")
+            self.declare(s, env)
+        elif isinstance(s, ast.Assign):
+            home = env.home(s.name)
+            if home is None:
+                self.unknown(s, s.name, env)
+            old = home.names[s.name]
+            if not home.within(top) or isinstance(old, Func | Struct):
+                self.fail(s, f"a lambda can only assign its own names; {s.name!r} is captured")
+            home.names[s.name] = self.typed(s.value, old.elem, False, s.name, env)
+        else:
+            self.fail(s, "inside a lambda: declarations, assignments, if and return")
+
+    def unknown(self, node: ast.Node, name: str, env: Env) -> NoReturn:
+        names = ", ".join(env.visible()) or "none"
+        self.fail(node, f"{name!r} is not defined; names in scope: {names}")

@@ -1,0 +1,283 @@
+"""Program text in, tree out; what does not fit the grammar is shown with a caret."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import resources
+from typing import Any, NoReturn
+
+import lark
+
+from hipress.compll.front import ast
+from hipress.errors import ProgramError
+
+TYPES = "float, int, uint1, uint2, uint4, uint8, uint16, uint32, uint<...>, float16, bfloat16"
+_TOO_NESTED = "the program is nested too deeply; name the inner parts"
+
+MAX_CHARS = 65_536
+"""A longer program is refused: the largest of ours has under 3,000 characters."""
+
+
+def parse(text: str, *, file: str = "<program>") -> ast.Source:
+    """Parses one program file.
+
+    Raises:
+        ProgramError: The text is not a program; the message points at line and column.
+
+    Example:
+        >>> parse("void XDecode(uint8* c, float* g) { extract(c, g); }").functions[0].name
+        'XDecode'
+    """
+    if len(text) > MAX_CHARS:
+        fail(file, text, ast.Pos(1, 1), f"the file has {len(text)} characters; at most {MAX_CHARS}")
+    try:
+        tree = _parser().parse(text)
+        functions, params = _ToAst().transform(tree)
+    except lark.exceptions.UnexpectedCharacters as error:
+        fail(file, text, ast.Pos(error.line, error.column), f"{error.char!r} has no meaning here")
+    except lark.exceptions.UnexpectedEOF:
+        fail(file, text, _end_of(text), "the file ends too early")
+    except lark.exceptions.UnexpectedToken as error:
+        hint = _hint(error, text)
+        if hint is not None:
+            at, message = hint
+            fail(file, text, _pos_at(text, at), message)
+        fail(file, text, _place(error, text), _expected(error))
+    except lark.exceptions.VisitError as error:
+        if isinstance(error.orig_exc, RecursionError):
+            fail(file, text, ast.Pos(1, 1), _TOO_NESTED)
+        if not isinstance(error.orig_exc, _TooLarge):
+            raise
+        pos, digits = error.orig_exc.args
+        fail(file, text, pos, f"{digits} is too large: a float ends at 3.4e38, an int at 2**62")
+    except RecursionError:
+        fail(file, text, ast.Pos(1, 1), _TOO_NESTED)
+    return ast.Source(file=file, text=text, functions=functions, params=params)
+
+
+def fail(file: str, text: str, pos: ast.Pos, message: str) -> NoReturn:
+    """Raises a `ProgramError` that shows the source line."""
+    lines = text.splitlines()
+    line = lines[pos.line - 1] if 0 < pos.line <= len(lines) else ""
+    raise ProgramError(
+        file=file, line=pos.line, column=pos.column, source_line=line, message=message
+    )
+
+
+class _TooLarge(Exception):
+    """A literal that no type holds: its place and its digits."""
+
+
+@cache
+def _parser() -> lark.Lark:
+    grammar = resources.files("hipress.compll.front").joinpath("grammar.lark").read_text("utf-8")
+    return lark.Lark(grammar, parser="lalr", propagate_positions=True, maybe_placeholders=True)
+
+
+def _end_of(text: str) -> ast.Pos:
+    lines = text.splitlines() or [""]
+    return ast.Pos(len(lines), len(lines[-1]) + 1)
+
+
+def _place(error: lark.exceptions.UnexpectedToken, text: str) -> ast.Pos:
+    return _end_of(text) if error.token.type == "$END" else ast.Pos(error.line, error.column)
+
+
+# What a reader calls the grammar's terminals; the rest are shown as they are written.
+_TERMINALS = {
+    "NAME": "a name",
+    "NUMBER": "a number",
+    "BASE": "a type",
+    "SIGN": "'+' or '-'",
+    "BANG": "'!' or '~'",
+    "FACTOR": "'/' or '%'",
+    "SHIFT": "'<<' or '>>'",
+    "RELATION": "'<=' or '>='",
+    "EQUALITY": "'==' or '!='",
+    "INOUT": "'inout'",
+    "STAR": "'*'",
+    "LAMBDA_FUNC": "'lambda_func'",
+    "$END": "the end of the file",
+}
+
+
+def _expected(error: lark.exceptions.UnexpectedToken) -> str:
+    token = error.token
+    found = "the end of the file" if token.type == "$END" else f"{str(token)!r}"
+    written = {t.name: t.pattern.value for t in _parser().terminals}
+    names = sorted(
+        (_TERMINALS.get(name) or f"'{written.get(name, name.lower())}'" for name in error.expected),
+        key=lambda shown: (shown != "';'", shown != "')'", shown),  # what is most often forgotten
+    )
+    if len(names) > 8:  # at an expression's start: the list would hide the message
+        names = ["an expression"] if "a number" in names else [*names[:8], "..."]
+    return f"found {found}; expected {', '.join(names)}"
+
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_NO_TYPE = r"(?!(?:return|else|if|per|param|inout|lambda_func|void)\b)([A-Za-z_]\w*)"
+_LIKE_A_TYPE = r"((?:u?int|float)\d+(?:_t)?|double|half|bool|char|short|long|unsigned|size_t)"
+
+# What other languages have: how a statement looks up to the place of the error, and what to say.
+# Group 1 is what the message names and where it points.
+_HABITS = (
+    (r"(for|while|do|switch|goto)\b.*",
+     "the language has no {0!r}; map, reduce, filter and scan go over arrays, if and ?: choose"),
+    (r"([A-Za-z_]\w*)\s*\[.*\]\s*(?:[-+*/%&|^]|<<|>>)?=",
+     "an element cannot be set; make the whole array: {0} = map(range(n), ...), or scatter"),
+    (r"([A-Za-z_]\w*)\s*([-+*/%&|^]|<<|>>)=",
+     "the language has no '{1}='; write {0} = {0} {1} ..."),
+    (r"([A-Za-z_]\w*)\s*([-+])\2[;)]", "the language has no '{1}{1}'; write {0} = {0} {1} 1"),
+    (rf"{_NO_TYPE}\s+[A-Za-z_]\w*", f"{{0!r}} is not a type; types: {TYPES}"),
+    (rf"{_LIKE_A_TYPE}\s*\*.*", f"{{0!r}} is not a type; types: {TYPES}"),
+    (rf".*[(,]\s*{_NO_TYPE}\s*\*", f"{{0!r}} is not a type; types: {TYPES}"),
+    (rf"{_LIKE_A_TYPE}", f"{{0!r}} is not a type; types: {TYPES}"),
+)  # fmt: skip
+
+
+def _hint(error: lark.exceptions.UnexpectedToken, text: str) -> tuple[int, str] | None:
+    """Where a habit of another language begins, and what to write instead; None if it is none."""
+    if error.token.type == "$END" or error.token.start_pos is None:
+        return None
+    before = _COMMENT.sub(lambda found: " " * len(found[0]), text[: error.token.start_pos])
+    start = max(before.rfind(mark) for mark in ";{}") + 1
+    statement = before[start:] + str(error.token)
+    if len(statement) > 1000:  # the patterns look back and forth
+        return None
+    for pattern, message in _HABITS:
+        found = re.compile(rf"\s*{pattern}", re.DOTALL).fullmatch(statement)
+        if found is not None:
+            return start + found.start(1), message.format(*found.groups())
+    return None
+
+
+def _pos_at(text: str, at: int) -> ast.Pos:
+    line = text.count("\n", 0, at) + 1
+    return ast.Pos(line, at - text.rfind("\n", 0, at))
+
+
+def _pos(meta: Any) -> ast.Pos:
+    return ast.Pos(meta.line, meta.column) if not meta.empty else ast.Pos(1, 1)
+
+
+@lark.v_args(meta=True)
+class _ToAst(lark.Transformer[lark.Token, Any]):
+    """One method per grammar rule; `m` is the place, `c` the children."""
+
+    def start(self, m: Any, c: list[Any]) -> Any:
+        functions = tuple(x for x in c if isinstance(x, ast.Function))
+        return functions, tuple(x for x in c if isinstance(x, ast.ParamBlock))
+
+    def param_block(self, m: Any, c: list[Any]) -> ast.ParamBlock:
+        return ast.ParamBlock(_pos(m), str(c[0]), tuple(c[1:]))
+
+    def field(self, m: Any, c: list[Any]) -> ast.Declare:
+        return ast.Declare(_pos(m), c[0], str(c[1]), c[2], None)
+
+    def function(self, m: Any, c: list[Any]) -> ast.Function:
+        returns, name, *args, body = c
+        return ast.Function(_pos(m), returns, str(name), _some(args), body)
+
+    def arg(self, m: Any, c: list[Any]) -> ast.Arg:
+        inout = isinstance(c[0], lark.Token)
+        type_, name = c[-2:]
+        return ast.Arg(_pos(m), type_, str(name), inout)
+
+    def struct(self, m: Any, c: list[Any]) -> ast.TypeName:
+        return ast.TypeName(_pos(m), str(c[0]), None, False)
+
+    def type(self, m: Any, c: list[Any]) -> ast.TypeName:
+        array = isinstance(c[-1], lark.Token) and c[-1].type == "STAR"
+        return ast.TypeName(_pos(m), str(c[0]), c[1], array)
+
+    def block(self, m: Any, c: list[Any]) -> tuple[Any, ...]:
+        return tuple(c)
+
+    def declare_lambda(self, m: Any, c: list[Any]) -> ast.Declare:
+        return ast.Declare(
+            _pos(m), ast.TypeName(_pos(m), "lambda_func", None, False), str(c[0]), c[1], None
+        )
+
+    def declare(self, m: Any, c: list[Any]) -> ast.Declare:
+        return ast.Declare(_pos(m), c[0], str(c[1]), c[2], None)
+
+    def declare_sized(self, m: Any, c: list[Any]) -> ast.Declare:
+        return ast.Declare(_pos(m), c[0], str(c[1]), None, c[2])
+
+    def assign(self, m: Any, c: list[Any]) -> ast.Assign:
+        return ast.Assign(_pos(m), str(c[0]), c[1])
+
+    def if_else(self, m: Any, c: list[Any]) -> ast.If:
+        no = c[2]
+        return ast.If(_pos(m), c[0], c[1], (no,) if isinstance(no, ast.If) else no or ())
+
+    else_if = if_else
+
+    def return_(self, m: Any, c: list[Any]) -> ast.Return:
+        return ast.Return(_pos(m), c[0])
+
+    def per(self, m: Any, c: list[Any]) -> ast.Per:
+        return ast.Per(_pos(m), c[0], c[1])
+
+    def do(self, m: Any, c: list[Any]) -> ast.Do:
+        return ast.Do(_pos(m), c[0])
+
+    def ternary(self, m: Any, c: list[Any]) -> ast.Expr:
+        return c[0] if c[1] is None else ast.Ternary(_pos(m), *c)
+
+    def binary(self, m: Any, c: list[Any]) -> ast.Binary:
+        return ast.Binary(_pos(m), str(c[1]), c[0], c[2])
+
+    def unary(self, m: Any, c: list[Any]) -> ast.Unary:
+        return ast.Unary(_pos(m), str(c[0]), c[1])
+
+    def member(self, m: Any, c: list[Any]) -> ast.Member:
+        return ast.Member(_pos(m), c[0], str(c[1]))
+
+    def index(self, m: Any, c: list[Any]) -> ast.Index:
+        return ast.Index(_pos(m), c[0], c[1])
+
+    def number(self, m: Any, c: list[Any]) -> ast.Number:
+        digits = str(c[0]).rstrip("f")
+        value = int(digits) if digits.isdigit() else float(digits)
+        if abs(value) > (2**62 if isinstance(value, int) else 3.4028235e38):
+            raise _TooLarge(_pos(m), str(c[0]))
+        return ast.Number(_pos(m), value)
+
+    def name(self, m: Any, c: list[Any]) -> ast.Name:
+        return ast.Name(_pos(m), str(c[0]))
+
+    def call(self, m: Any, c: list[Any]) -> ast.Call:
+        return ast.Call(_pos(m), str(c[0]), _some(c[1:]))
+
+    def random(self, m: Any, c: list[Any]) -> ast.Call:
+        return ast.Call(_pos(m), "random", tuple(c[1:]), c[0])
+
+    def lambda_(self, m: Any, c: list[Any]) -> ast.Lambda:
+        *args, returns, body = c
+        return ast.Lambda(_pos(m), _some(args), returns, body)
+
+
+def _some(children: list[Any]) -> tuple[Any, ...]:
+    return tuple(c for c in children if c is not None)
+
+
+def _infix(op: str) -> Any:
+    def build(self: _ToAst, m: Any, c: list[Any]) -> ast.Binary:
+        return ast.Binary(_pos(m), op, c[0], c[1])
+
+    return lark.v_args(meta=True)(build)
+
+
+for _rule, _op in {
+    "or_": "||",
+    "and_": "&&",
+    "bor": "|",
+    "bxor": "^",
+    "band": "&",
+    "lt": "<",
+    "gt": ">",
+}.items():
+    setattr(_ToAst, _rule, _infix(_op))
+setattr(_ToAst, "lambda", _ToAst.lambda_)

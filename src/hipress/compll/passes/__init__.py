@@ -1,0 +1,1 @@
+"""The middle: checked values in, a flat list of fused passes out."""

@@ -1,0 +1,435 @@
+"""Kernels of a program: plain, with error feedback, with momentum, and decode that adds.
+
+Nothing here knows an algorithm. Error feedback plays `decode` on the very values that `encode`
+is about to send: what comes out is the residual as an expression of the same elements, and the
+scheduler finds the pass it belongs to. That is the fused path; `hipress.codecs.wrappers` holds
+the generic one, which is the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hipress.compll.front import ast, check
+from hipress.compll.front.arrays import (
+    FLOAT,
+    ArrayValue,
+    Computed,
+    Draft,
+    Kept,
+    PerBlock,
+    Spread,
+    Stored,
+    Write,
+    convert,
+)
+from hipress.compll.front.graph import Graph
+from hipress.compll.front.scope import ParamValue, Part, Signature
+from hipress.compll.ir import (
+    Array,
+    Expr,
+    Fold,
+    Kernel,
+    Pass,
+    Scan,
+    Scatter,
+    Section,
+    Select,
+    Sorting,
+    pass_loads,
+    pass_stores,
+    walk,
+)
+from hipress.compll.passes.schedule import NotFusable, schedule, validate
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What to add to a program's encode."""
+
+    feedback: bool = False
+    momentum: bool = False
+    nesterov: bool = False
+
+
+PLAIN = Variant()
+
+_STATES = ("state", "residual", "momentum")
+"""How the names of arrays start that are read and written."""
+
+ALPHA = "@alpha"
+MU = "@mu"
+RHO = "@rho"
+"""Float parameters of ours; '@' keeps them apart from a program's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two functions of a codec, each with its file."""
+
+    encode: tuple[ast.Source, ast.Function]
+    decode: tuple[ast.Source, ast.Function]
+
+
+def encode_kernel(
+    pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", variant: Variant = PLAIN
+) -> Kernel:
+    """The kernel that turns a gradient into a payload body.
+
+    Args:
+        pair: The program.
+        params: Value of every integer parameter.
+        dtype: Storage of the gradient: `f32`, `f16` or `bf16`.
+        variant: Wrappers to fuse in.
+    """
+    try:
+        return _encode_kernel(pair, params, dtype, variant, fuse=True)
+    except NotFusable:
+        return _encode_kernel(pair, params, dtype, variant, fuse=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """The frames of some workers, which are averaged and encoded again."""
+
+    pair: Pair
+    """The workers' program."""
+    params: Mapping[str, ParamValue]
+    count: int
+
+
+def merge_kernel(
+    frames: Frames, pair: Pair, params: Mapping[str, ParamValue], *, variant: Variant = PLAIN
+) -> Kernel | None:
+    """The kernel that decodes frames, adds them in order, times alpha, and encodes the sum.
+
+    None where decoding does not go element by element: the sum must lie in memory then.
+    """
+    try:
+        return _encode_kernel(pair, params, "f32", variant, fuse=True, frames=frames)
+    except NotFusable:
+        return None
+
+
+def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[Section, ...], ...]]:
+    """The sum of what the frames hold, and the memory they are in."""
+    g = draft.graph
+    source, function = frames.pair.decode
+    alpha = g.param(ALPHA)
+    decoded: list[ArrayValue] = []
+    sections = []
+    flagged: Expr = g.const(False)
+    for k in range(frames.count):
+        parts = _received(draft, frames.pair, frames.params, prefix=f"frame{k}_")
+        before = len(draft.requires)
+        played = check.play(source, function, draft, params=frames.params, payload=parts)
+        if isinstance(played.gradient, Spread) or len(draft.requires) > before:
+            raise NotFusable("frames that are not decoded element by element")
+        assert played.gradient is not None
+        decoded.append(played.gradient)
+        sections.append(
+            tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
+        )
+        flagged = g.logic("lor", flagged, g.make("flagged", type="bool", attr=k))
+
+    def mean(i: Expr) -> Expr:
+        total: Expr | None = None
+        for value in decoded:
+            part = g.binary("mul", alpha, g.to_float(draft.element(value, i)))
+            total = part if total is None else g.binary("add", total, part)
+        assert total is not None
+        return g.select(flagged, g.const(math.nan), total)
+
+    return Computed(g.n, FLOAT, mean), tuple(sections)
+
+
+def _encode_kernel(
+    pair: Pair,
+    params: Mapping[str, ParamValue],
+    dtype: str,
+    variant: Variant,
+    *,
+    fuse: bool,
+    frames: Frames | None = None,
+) -> Kernel:
+    """With `fuse`, states may ask what a filter took: its pass writes them, or `NotFusable`."""
+    g = Graph()
+    draft = Draft(g)
+    source, function = pair.encode
+    roles = check.signature(source, function)
+    x = Array("x", dtype, g.n, roles.gradient.name)
+    states = [Array(f"state{i}", "f32", g.n, a.name) for i, a in enumerate(roles.states)]
+    extra: list[Array] = []
+    value: ArrayValue = Stored(draft, x, FLOAT)
+    received: tuple[tuple[Section, ...], ...] = ()
+    if frames is not None:
+        value, received = _merged(draft, frames)
+    if variant.momentum:
+        value = _momentum(draft, value, variant.nesterov, _label("momentum", roles), extra)
+    residual = Array("residual", "f32", g.n, _label("residual", roles))
+    if variant.feedback:
+        inner = value
+        rho = g.param(RHO)
+
+        def corrected(i: Expr) -> Expr:
+            return g.binary("add", inner.at(i), g.binary("mul", rho, g.load(residual, i)))
+
+        value = Computed(g.n, FLOAT, corrected)
+        extra.append(residual)
+    stored = [Stored(draft, s, FLOAT) for s in states]
+    played = check.play(source, function, draft, params=params, gradient=value, states=stored)
+    finals = []
+    i = g.idx(g.n)
+    for array, final in zip(states, played.states, strict=True):
+        if final.length is not g.n:
+            raise AssertionError("a state changed its length")
+        with draft.fused(fuse):
+            finals.append((array, g.to_float(draft.element(final, i))))
+    flag = _flag(g, value.at(i), [new for _, new in finals])
+    for array, final_value in finals:
+        old, new = g.load(array, i), _told_first(draft, final_value)
+        if new is not old:
+            draft.writes.append(Write(array, _kept_if_finite(g, new, old, flag), g.n, True))
+    if variant.feedback:
+        _feedback(draft, pair, params, played.parts, value, residual, flag, fuse)
+    sections = [_section(draft, k, part) for k, part in enumerate(played.parts)]
+    all_states = (*states, *extra)
+    written = [w.array for w in draft.writes if w.array in all_states]
+    passes = schedule(draft, flag, written)
+    used = _used(passes)
+    all_states = tuple(s for s in all_states if s in used)  # an option may leave one idle
+    validate(passes, {x, *all_states, *(s.array for frame in received for s in frame)})
+    ours = [MU] * variant.momentum + [RHO] * variant.feedback
+    names = dict.fromkeys(_params(roles, *ours))
+    if frames is not None:
+        their = check.signature(*frames.pair.decode)
+        names |= dict.fromkeys(_params(their, ALPHA))
+    return Kernel(
+        name="encode" if frames is None else "merge",
+        passes=passes,
+        sections=tuple(sections),
+        states=all_states,
+        temps=tuple(t for t in draft.temps if t in _used(passes)),
+        limits=draft.limits,
+        input=x if frames is None else None,
+        output=None,
+        requires=(),
+        params=tuple(names),
+        nonfinite=flag,
+        frames=received,
+    )
+
+
+def decode_kernel(
+    pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", add: bool = False
+) -> Kernel:
+    """The kernel that turns a payload body into a gradient, times alpha; `add` adds to it."""
+    g = Graph()
+    draft = Draft(g, enforces=True)
+    parts = _received(draft, pair, params)
+    source, function = pair.decode
+    played = check.play(source, function, draft, params=params, payload=parts)
+    roles = check.signature(source, function)
+    out = Array("out", dtype, g.n, roles.gradient.name)
+    alpha, i = g.param(ALPHA), g.idx(g.n)
+    made = played.gradient
+    assert made is not None
+    if isinstance(made, Spread):
+        value = made.value
+        scaled = Computed(value.length, FLOAT, lambda j: g.binary("mul", alpha, value.at(j)))
+        draft.scatter_into(
+            out, Spread(draft, made.index, scaled, made.length, FLOAT), clear=not add
+        )
+    else:
+        total = g.binary("mul", alpha, g.to_float(draft.element(made, i)))
+        if add:
+            total = g.binary("add", g.load(out, i), total)
+        draft.writes.append(Write(out, total, g.n, True))
+    sections = tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
+    passes = schedule(draft, None, [out] if add else [])
+    validate(passes, {out, *(s.array for s in sections)})
+    demands = {r.cond: r for r in draft.requires}  # one check for equal conditions
+    requires = tuple(r for r in demands.values() if r.cond.op != "const" or not r.cond.attr)
+    return Kernel(
+        name="decode_add" if add else "decode",
+        passes=passes,
+        sections=sections,
+        states=(),
+        temps=tuple(t for t in draft.temps if t in _used(passes)),
+        limits=draft.limits,
+        input=None,
+        output=out,
+        requires=requires,
+        params=_params(roles, ALPHA),
+        nonfinite=None,
+    )
+
+
+def _label(name: str, roles: Signature) -> str:
+    """The name of a state of ours; a program may have one that is called the same."""
+    return f"added_{name}" if name in {a.name for a in roles.states} else name
+
+
+def _momentum(
+    draft: Draft, value: ArrayValue, nesterov: bool, label: str, extra: list[Array]
+) -> ArrayValue:
+    g = draft.graph
+    momentum = Array("momentum", "f32", g.n, label)
+    extra.append(momentum)
+    mu = g.param(MU)
+
+    def next_momentum(i: Expr) -> Expr:
+        return g.binary("add", g.binary("mul", mu, g.load(momentum, i)), value.at(i))
+
+    def ahead(i: Expr) -> Expr:
+        return g.binary("add", value.at(i), g.binary("mul", mu, next_momentum(i)))
+
+    i = g.idx(g.n)
+    kept = _kept_if_finite(g, next_momentum(i), g.load(momentum, i))
+    draft.writes.append(Write(momentum, kept, g.n, True))
+    return Computed(g.n, FLOAT, ahead if nesterov else next_momentum)
+
+
+def _feedback(
+    draft: Draft,
+    pair: Pair,
+    params: Mapping[str, ParamValue],
+    parts: tuple[Part, ...],
+    value: ArrayValue,
+    residual: Array,
+    flag: Fold,
+    fuse: bool,
+) -> None:
+    g = draft.graph
+    requires = list(draft.requires)  # decode's demands on a payload mean nothing here
+    source, function = pair.decode
+    played = check.play(source, function, draft, params=params, payload=parts)
+    draft.requires[:] = requires
+    assert played.gradient is not None
+    i = g.idx(g.n)
+    with draft.fused(fuse):
+        left = g.binary("sub", value.at(i), g.to_float(draft.element(played.gradient, i)))
+    left = _told_first(draft, left)
+    kept = _kept_if_finite(g, left, g.load(residual, i), flag)
+    draft.writes.append(Write(residual, kept, g.n, True))
+
+
+def _flag(g: Graph, value: Expr, states: list[Expr]) -> Fold:
+    """Whether a gradient holds a NaN or an infinity, or makes one of a program's own state.
+
+    A state counts as an element that is not sent would leave it: it keeps what it had then, and
+    nobody must take the frame for whole.
+    """
+    bad = g.unary("not", g.unary("finite", value))
+    for new in states:
+        asked = {e: g.const(False) for e in walk([new]) if e.op == "taken"}
+        left = g.substitute(new, asked)
+        elsewhere = any(e.op == "load" and e.args[0].op != "idx" for e in walk([left]))
+        waits = any(e.op in ("fold", "load_clamped", "pick", "count") for e in walk([left]))
+        if left.op != "load" and not (elsewhere or waits):
+            bad = g.logic("lor", bad, g.unary("not", g.unary("finite", left)))
+    return Fold("or", "bool", g.const(False), bad, g.n, None)
+
+
+def _kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) -> Expr:
+    """A NaN or an infinity never enters a state: such an element keeps what it had.
+
+    Where a reduction over the whole gradient is part of the value, all elements share its fate:
+    one bad number and each keeps what it had.
+    """
+    kept = g.unary("finite", new)
+    if flag is not None and any(e.op == "fold" and e.attr.block is None for e in walk([new])):
+        kept = g.logic("land", kept, g.unary("not", g.fold(flag)))
+    return g.select(kept, new, old)
+
+
+def _section(draft: Draft, k: int, part: Part) -> Section:
+    g = draft.graph
+    name, storage, value = f"section{k}", part.elem.storage, part.value
+    if isinstance(value, Expr):
+        array = Array(name, storage, g.const(1))
+        draft.writes.append(Write(array, value, g.const(1), True, "scalar"))
+        return Section(array, True)
+    array = Array(name, storage, draft.capacity(value))
+    packed = part.elem.bits in (1, 2, 4)
+    if isinstance(value, Kept) and not packed:
+        draft.emits.append((value.filter, array, value.element))
+    elif isinstance(value, PerBlock) and not packed:
+        draft.writes.append(Write(array, value.value, g.n, True, "block", value.size))
+    elif isinstance(value, Spread) and value.elem.kind == "float":
+        draft.scatter_into(array, value, clear=True)
+    else:
+        if isinstance(value, PerBlock):  # collected as bytes first, packed by a pass of its own
+            value = Stored(draft, draft.stored(value), part.elem)
+        i = g.idx(array.length)
+        sent = draft.element(value, i)
+        if value.length is not array.length:  # room that is not used is zero
+            used = g.binary("lt", i, value.length)
+            sent = g.select(used, sent, convert(g, g.const(0), part.elem))
+        draft.writes.append(Write(array, sent, array.length, True))
+    return Section(array, False)
+
+
+def _received(
+    draft: Draft, pair: Pair, params: Mapping[str, ParamValue], prefix: str = ""
+) -> list[Part]:
+    """The parts of a payload as arrays in memory: encode tells their types and lengths."""
+    g = draft.graph
+    source, function = pair.encode
+    roles = check.signature(source, function)
+    aside = Draft(g)
+    x = Stored(aside, Array("x", "f32", g.n), FLOAT)
+    states = [
+        Stored(aside, Array(f"state{k}", "f32", g.n), FLOAT) for k in range(len(roles.states))
+    ]
+    played = check.play(source, function, aside, params=params, gradient=x, states=states)
+    parts = []
+    for k, part in enumerate(played.parts):
+        value, name, storage = part.value, f"{prefix}section{k}", part.elem.storage
+        if isinstance(value, Expr):
+            array = Array(name, storage, g.const(1))
+            parts.append(Part(part.elem, g.load(array, g.const(0)), part.pos))
+            continue
+        distinct = isinstance(value, Computed) and value.distinct
+        if isinstance(value, Kept):  # the places that a filter let through
+            distinct = value.element is g.idx(value.filter.length)
+        array = Array(name, storage, aside.capacity(value))
+        stored = Stored(draft, array, part.elem, distinct)
+        parts.append(Part(part.elem, stored, part.pos))
+    return parts
+
+
+def _memory(part: Part) -> Array:
+    if isinstance(part.value, Expr):
+        return part.value.attr  # type: ignore[no-any-return]
+    assert isinstance(part.value, Stored)
+    return part.value.array
+
+
+def _told_first(draft: Draft, new: Expr) -> Expr:
+    """A state's new value; one that reads states at other indices is told before any is written."""
+    g = draft.graph
+    reads = [e for e in walk([new]) if e.op in ("load", "load_clamped")]
+    aside = [e for e in reads if e.args[0].op != "idx" and e.attr.name.startswith(_STATES)]
+    if not aside:
+        return new
+    told = draft.temp(FLOAT, g.n)
+    draft.writes.append(Write(told, new, g.n, False))
+    return g.load(told, g.idx(g.n))
+
+
+def _used(passes: tuple[Pass, ...]) -> set[Array]:
+    """The memory that some passes read or write."""
+    sorts = [p.sort for p in passes if isinstance(p, Select | Sorting)]
+    used = {a for s in sorts for a in (s.values, s.keys) if a is not None}
+    for p in passes:
+        used.update(pass_loads(p), (s.array for s in pass_stores(p)))
+        if isinstance(p, Scan | Scatter):
+            used.add(p.array)
+    return used
+
+
+def _params(roles: Signature, *ours: str) -> tuple[str, ...]:
+    return (*(p.name for p in roles.params if p.runtime), *ours)

@@ -1,0 +1,418 @@
+"""Cuts what a kernel has to write into the fewest passes over memory.
+
+Every write and reduction gets a *level*: one more than what it waits for. Work of one level over
+one domain shares a pass; an output waits for the latest pass over its domain if that saves one.
+Inside a pass over blocks, what waits for a block's own reduction is a later phase of the same
+pass: the block is still in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from hipress.compll.front.arrays import Draft, Write
+from hipress.compll.ir import (
+    Array,
+    Compact,
+    Expr,
+    Filter,
+    Fold,
+    Loop,
+    Pass,
+    Phase,
+    Scalars,
+    Scan,
+    Scatter,
+    Select,
+    Sort,
+    Sorting,
+    Store,
+    block_sizes,
+    pass_exprs,
+    pass_stores,
+    walk,
+)
+
+
+class NotFusable(Exception):
+    """These states cannot be written in one go: the generic path has to do it."""
+
+
+def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> tuple[Pass, ...]:
+    """The passes of a kernel, in the order they run (or `NotFusable`).
+
+    Args:
+        draft: What has to be written.
+        nonfinite: The reduction that looks for NaN and infinities; it joins any pass.
+        states: Arrays that are read and written: their old values must last until all is read.
+    """
+    return _Scheduler(draft, set(states)).run(nonfinite)
+
+
+def block_of(exprs: Iterable[Expr]) -> int | None:
+    """The block size that some values are tied to."""
+    sizes = block_sizes(exprs)
+    assert len(sizes) <= 1, "blocks of two sizes in one value"
+    return next(iter(sizes), None)
+
+
+def _deep(exprs: Iterable[Expr]) -> Iterator[Expr]:
+    """Every value, those inside block reductions too: they run in the same pass."""
+    for e in walk(exprs):
+        yield e
+        if e.op == "fold" and e.attr.block is not None:
+            yield from _deep(e.attr.exprs)
+
+
+@dataclass(eq=False)
+class _Open:
+    """A pass that still takes work."""
+
+    level: int
+    length: Expr
+    block: int | None = None
+    filter: Filter | None = None
+    folds: list[Fold] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    block_stores: list[Store] = field(default_factory=list)
+    emits: list[Store] = field(default_factory=list)
+
+    def exprs(self) -> list[Expr]:
+        out = [e for f in self.folds for e in f.exprs]
+        out += [s.value for s in (*self.stores, *self.block_stores, *self.emits)]
+        return out + ([self.filter.keep] if self.filter is not None else [])
+
+
+class _Scheduler:
+    def __init__(self, draft: Draft, states: set[Array]) -> None:
+        _drop_unread(draft)
+        self.draft = draft
+        self.states = states
+        self.open: list[_Open] = []
+        self.fixed: list[tuple[int, list[Expr], Pass]] = []
+        """Passes of their own: level, what they read, the pass."""
+        self._levels: dict[object, int] = {}
+        self.written_by: dict[Array, object] = {}
+        for write in draft.writes:
+            self.written_by[write.array] = write
+        for found, array, _ in draft.emits:
+            self.written_by[array] = found
+        for sort in draft.sorts:
+            self.written_by[sort.values] = sort
+            if sort.keys is not None:
+                self.written_by[sort.keys] = sort
+        for fold, array in draft.scans:
+            self.written_by[array] = fold
+        for spread in draft.spreads:
+            self.written_by[spread[0]] = spread
+
+    def run(self, nonfinite: Fold | None) -> tuple[Pass, ...]:
+        draft = self.draft
+        folds = self._global_folds()
+        for fold in folds:
+            self._place_fold(fold, self._level(fold))
+        for found in self._filters():
+            emits = [Store(array, value) for f, array, value in draft.emits if f is found]
+            self.open.append(_Open(self._level(found), found.length, filter=found, emits=emits))
+        for write in draft.writes:
+            if not write.final:
+                self._place(write, exact=True)
+        self._own_passes()
+        early = [w for w in draft.writes if w.each == "scalar" and self._reads_state([w.value])]
+        for write in early:  # before a state is overwritten
+            store = Store(write.array, write.value)
+            self.fixed.append((self._level(write), [write.value], Scalars((store,))))
+        for write in sorted(self._outputs(), key=lambda w: -self._level(w)):
+            self._place(write, exact=False)
+        self._place_states()
+        if nonfinite is not None and nonfinite not in folds:
+            self._place_flag(nonfinite)
+        passes = [(p.level, i, self._close(p)) for i, p in enumerate(self.open)]
+        passes += [(level, len(self.open) + i, p) for i, (level, _, p) in enumerate(self.fixed)]
+        scalars = tuple(
+            Store(w.array, w.value)
+            for w in draft.writes
+            if w.each == "scalar" and not self._reads_state([w.value])
+        )
+        ordered: list[Pass] = [p for _, _, p in sorted(passes, key=lambda x: x[:2])]
+        return (*ordered, *([Scalars(scalars)] if scalars else []))
+
+    # What there is to do.
+
+    def _all_exprs(self) -> list[Expr]:
+        d = self.draft
+        out = [w.value for w in d.writes] + [value for _, _, value in d.emits]
+        out += [e for s in d.sorts for e in (s.value, s.key, *s.ranks)]
+        out += [e for f, _ in d.scans for e in f.exprs]
+        out += [e for _, length, index, value, _ in d.spreads for e in (length, index, value)]
+        return out + [r.cond for r in d.requires]
+
+    def _reachable(self) -> Iterator[Expr]:
+        """Every value the kernel computes, inside reductions and filters too."""
+        seen: set[object] = set()
+        todo = self._all_exprs()
+        while todo:
+            e = todo.pop()
+            for x in walk([e]):
+                if x in seen:
+                    continue
+                seen.add(x)
+                yield x
+                if x.op == "fold":
+                    todo += x.attr.exprs
+                elif x.op in ("count", "taken"):
+                    todo.append(x.attr.keep)
+                elif x.op == "idx":
+                    todo.append(x.attr)
+                elif x.op == "pick":
+                    todo += [x.attr.value, x.attr.key]
+
+    def _global_folds(self) -> list[Fold]:
+        found = {x.attr: None for x in self._reachable() if x.op == "fold"}
+        folds = [f for f in found if f.block is None]
+        return sorted(folds, key=self._level)
+
+    def _filters(self) -> list[Filter]:
+        found = {f: None for f, _, _ in self.draft.emits}
+        found.update({x.attr: None for x in self._reachable() if x.op in ("count", "taken")})
+        return list(found)
+
+    def _outputs(self) -> list[Write]:
+        return [
+            w
+            for w in self.draft.writes
+            if w.final and w.each != "scalar" and w.array not in self.states
+        ]
+
+    # Levels.
+
+    def _level(self, job: object) -> int:
+        if job not in self._levels:
+            self._levels[job] = self._find_level(job)
+        return self._levels[job]
+
+    def _find_level(self, job: object) -> int:
+        if isinstance(job, Fold):
+            return self._wait([*job.exprs, job.length])
+        if isinstance(job, Filter):
+            emits = [value for f, _, value in self.draft.emits if f is job]
+            return self._wait([job.keep, job.length, *emits], within=job)
+        if isinstance(job, Sort):
+            return self._wait([job.value, job.key, *job.ranks]) + 1  # first its input is written
+        if isinstance(job, Write):
+            return self._wait([job.value, job.length])
+        assert isinstance(job, tuple)
+        return self._wait(job[1:4])
+
+    def _wait(self, exprs: Iterable[Expr], within: Filter | None = None) -> int:
+        level = 0
+        for e in _deep(exprs):
+            if e.op == "fold" and e.attr.block is None:
+                level = max(level, self._level(e.attr) + 1)
+            elif e.op == "pick":
+                level = max(level, self._level(e.attr) + 1)
+            elif e.op == "count":
+                level = max(level, self._level(e.attr) + 1)
+            elif e.op == "taken" and e.attr is not within:
+                level = max(level, self._level(e.attr))
+            elif e.op in ("load", "load_clamped") and e.attr in self.written_by:
+                if e.attr not in self.states:
+                    level = max(level, self._level(self.written_by[e.attr]) + 1)
+            elif e.op == "idx":
+                level = max(level, self._wait([e.attr]))
+        return level
+
+    # Placing.
+
+    def _place_fold(self, fold: Fold, level: int) -> None:
+        block = block_of(fold.exprs)
+        for p in self.open:
+            if p.level == level and self._joins(p, fold.length, block):
+                p.folds.append(fold)
+                p.block = p.block or block
+                return
+        self.open.append(_Open(level, fold.length, block, folds=[fold]))
+
+    @staticmethod
+    def _joins(p: _Open, length: Expr, block: int | None) -> bool:
+        if p.length is not length:
+            return False
+        if p.filter is not None:
+            return block is None
+        return block is None or p.block is None or p.block == block
+
+    def _place(self, write: Write, *, exact: bool) -> None:
+        """Puts a write into a pass at its level or, unless `exact`, into any later one."""
+        level = self._level(write)
+        block = write.block or block_of([write.value])
+        taken = self._asks_taken([write.value])
+        for p in sorted(self.open, key=lambda p: p.level):
+            fits = p.level == level if exact else p.level >= level
+            if fits and self._joins(p, write.length, block) and self._knows(p, taken):
+                break
+        else:
+            if taken:
+                raise NotFusable("a value depends on what a filter took, but waits for more")
+            p = _Open(level, write.length, block)
+            self.open.append(p)
+        p.block = p.block or block
+        target = p.block_stores if write.each == "block" else p.stores
+        target.append(Store(write.array, write.value))
+
+    @staticmethod
+    def _asks_taken(exprs: Iterable[Expr]) -> set[Filter]:
+        return {e.attr for e in _deep(exprs) if e.op == "taken"}
+
+    @staticmethod
+    def _knows(p: _Open, taken: set[Filter]) -> bool:
+        return all(p.filter is f for f in taken)
+
+    def _own_passes(self) -> None:
+        d = self.draft
+        for sort in d.sorts:
+            if not (sort.whole or sort.ranks):
+                continue
+            level = self._level(sort)
+            self._place(Write(sort.values, sort.value, sort.length, False), exact=True)
+            if sort.keys is not None:
+                self._place(Write(sort.keys, sort.key, sort.length, False), exact=True)
+            reads = [sort.value, sort.key]
+            whole = sort.whole or sort.keys is not None
+            self.fixed.append((level, reads, Sorting(sort) if whole else Select(sort)))
+        for fold, array in d.scans:
+            self.fixed.append((self._level(fold), fold.exprs, Scan(fold, array)))
+        for spread in d.spreads:
+            array, length, index, value, clear = spread
+            scatter = Scatter(length, index, value, array, clear, array in d.distinct)
+            self.fixed.append((self._level(spread), [index, value], scatter))
+
+    def _place_states(self) -> None:
+        """All states are written in one pass, the last that reads any of them."""
+        writes = [w for w in self.draft.writes if w.array in self.states]
+        if not writes:
+            return
+        level = max(self._level(w) for w in writes)
+        for p in self.open:
+            if self._reads_state(p.exprs()):
+                level = max(level, p.level)
+        for fixed_level, exprs, _ in self.fixed:
+            if self._reads_state(exprs):
+                level = max(level, fixed_level + 1)
+        block = block_of(w.value for w in writes)
+        taken = self._asks_taken(w.value for w in writes)
+        length = writes[0].length
+        fits = [
+            p
+            for p in self.open
+            if p.level >= level
+            and self._joins(p, length, block)
+            and self._knows(p, taken)
+            and not self._reads_state(p.exprs(), aside=True)
+            and not any(
+                q is not p and q.level == p.level and self._reads_state(q.exprs())
+                for q in self.open
+            )
+        ]
+        if fits:
+            p = min(fits, key=lambda p: p.level)
+        else:
+            if taken:
+                raise NotFusable("a state depends on what a filter took, but is still read later")
+            p = _Open(level + 1, length, block)
+            self.open.append(p)
+        p.block = p.block or block
+        p.stores += [Store(w.array, w.value) for w in writes]
+
+    def _reads_state(self, exprs: Iterable[Expr], *, aside: bool = False) -> bool:
+        """Whether a state is read (with `aside`: at another index than the element's own)."""
+        for e in _deep(exprs):
+            if e.op in ("load", "load_clamped") and e.attr in self.states:
+                if not aside or e.args[0].op != "idx":
+                    return True
+        return False
+
+    def _place_flag(self, flag: Fold) -> None:
+        for p in sorted(self.open, key=lambda p: p.level):
+            if self._joins(p, flag.length, None):
+                p.folds.append(flag)
+                return
+        self.open.append(_Open(0, flag.length, folds=[flag]))
+
+    # Closing.
+
+    def _close(self, p: _Open) -> Pass:
+        if p.filter is not None:
+            return Compact(p.filter, tuple(p.emits), tuple(p.stores), tuple(p.folds))
+        inner: dict[Fold, int] = {}
+
+        def depth(exprs: Iterable[Expr]) -> int:
+            found = 0
+            for e in walk(exprs):
+                if e.op == "fold" and e.attr.block is not None:
+                    if e.attr not in inner:
+                        inner[e.attr] = depth(e.attr.exprs)
+                    found = max(found, inner[e.attr] + 1)
+            return found
+
+        last = depth([s.value for s in (*p.stores, *p.block_stores)])
+        for fold in p.folds:
+            inner[fold] = depth(fold.exprs)
+        last = max([last, *inner.values()])
+        phases = [
+            Phase(
+                tuple(f for f, k in inner.items() if k == level),
+                tuple(p.stores) if level == last else (),
+            )
+            for level in range(last + 1)
+        ]
+        kept = tuple(ph for ph in phases if ph.folds or ph.stores)
+        return Loop(p.length, p.block, kept, tuple(p.block_stores))
+
+
+def _drop_unread(draft: Draft) -> None:
+    """Removes memory between passes that nothing reads after all."""
+    while True:
+        exprs = [w.value for w in draft.writes] + [value for _, _, value in draft.emits]
+        exprs += [e for s in draft.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
+        exprs += [e for f, _ in draft.scans for e in f.exprs]
+        exprs += [e for s in draft.spreads for e in s[1:4]] + [r.cond for r in draft.requires]
+        read: set[Array] = set()
+        seen: set[Expr] = set()
+        while exprs:
+            for e in walk([exprs.pop()]):
+                if e in seen:
+                    continue
+                seen.add(e)
+                if e.op in ("load", "load_clamped"):
+                    read.add(e.attr)
+                elif e.op == "fold":
+                    exprs += [*e.attr.exprs, e.attr.length]
+                elif e.op in ("count", "taken"):
+                    exprs.append(e.attr.keep)
+                elif e.op == "idx":
+                    exprs.append(e.attr)
+                elif e.op == "pick":
+                    exprs += [e.attr.value, e.attr.key]
+                    read.add(e.attr.values)
+        idle = set(draft.temps) - read
+        before = len(draft.writes) + len(draft.emits) + len(draft.scans) + len(draft.spreads)
+        draft.writes[:] = [w for w in draft.writes if w.array not in idle]
+        draft.emits[:] = [x for x in draft.emits if x[1] not in idle]
+        draft.scans[:] = [x for x in draft.scans if x[1] not in idle]
+        draft.spreads[:] = [x for x in draft.spreads if x[0] not in idle]
+        after = len(draft.writes) + len(draft.emits) + len(draft.scans) + len(draft.spreads)
+        if after == before:
+            return
+
+
+def validate(passes: Iterable[Pass], given: Iterable[Array]) -> None:
+    """Our own invariant: memory is written before it is read."""
+    ready = set(given)
+    for p in passes:
+        for e in _deep(pass_exprs(p)):
+            if e.op in ("load", "load_clamped"):
+                assert e.attr in ready, f"{e.attr.name} is read before it is written"
+        ready.update(s.array for s in pass_stores(p))
+        if isinstance(p, Scan | Scatter):
+            ready.add(p.array)

@@ -1,0 +1,86 @@
+"""One function of a program whose other lone is not at hand.
+
+An encode function alone can be checked, shown and compiled. A decode function alone can be
+checked where it gives the sizes of what it extracts; kernels need the payload's layout, and that
+is what encode says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hipress.compll import build
+from hipress.compll.build import Bound, Program
+from hipress.compll.front import ast, check
+from hipress.compll.front.arrays import Draft
+from hipress.compll.front.graph import Graph
+from hipress.compll.ir import Kernel
+from hipress.compll.passes import derive
+from hipress.compll.passes.derive import PLAIN, Pair, Variant
+from hipress.errors import UsageError
+
+
+def read_any(path: str | Path) -> Program:
+    """Reads the program in a file, or what there is of it (see `Lone`)."""
+    found = build.lone_function(path)
+    if found is None:
+        return build.read_program(path)
+    source, function = found
+    have = "Encode" if function.name.endswith("Encode") else "Decode"
+    params = check.signature(source, function).params
+    # The pair holds the one function twice; `LoneBound` never asks for the one that is missing.
+    pair = Pair(found, found)
+    return Lone(function.name.removesuffix(have) or "Program", pair, params, source.text)
+
+
+@dataclass(frozen=True)
+class Lone(Program):
+    """A program of which only one function is at hand."""
+
+    @property
+    def function(self) -> ast.Function:
+        """The function that is there."""
+        return self.pair.encode[1]
+
+    @property
+    def missing(self) -> str:
+        """The name of the function that is not."""
+        is_encode = self.function.name.endswith("Encode")
+        return self.function.name[:-6] + ("Decode" if is_encode else "Encode")
+
+    def bind(self, values: Mapping[str, Any]) -> LoneBound:
+        bound = super().bind(values)
+        return LoneBound(self, bound.values)
+
+
+@dataclass(frozen=True)
+class LoneBound(Bound):
+    """A lone function with its parameters: gives the one kernel that can be made."""
+
+    program: Lone
+
+    def kernels(self, *, dtype: str = "f32", variant: Variant = PLAIN) -> tuple[Kernel, ...]:
+        lone = self.program
+        if lone.missing.endswith("Encode"):
+            self.play()
+            raise UsageError(
+                f"{lone.function.name} alone gives no kernel: the layout of the payload is what "
+                f"{lone.missing} says; put that into the same file or beside it."
+            )
+        if variant.feedback:
+            raise UsageError(
+                f"error feedback plays {lone.missing} too, which is not at hand; put it into the "
+                "same file or beside it."
+            )
+        return (derive.encode_kernel(lone.pair, self.static, dtype=dtype, variant=variant),)
+
+    def play(self) -> None:
+        """Checks the function without making a kernel."""
+        source, function = self.program.pair.encode
+        if self.program.missing.endswith("Decode"):
+            derive.encode_kernel(self.program.pair, self.static)
+        else:
+            check.play(source, function, Draft(Graph()), params=self.static)

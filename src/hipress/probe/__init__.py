@@ -1,0 +1,1 @@
+"""Measures what links, messages and codecs cost on this cluster."""

@@ -1,0 +1,1 @@
+"""The published planner of SOSP'21, its clusters and its scaling curves."""

@@ -1,0 +1,310 @@
+"""The planner of SOSP'21: each gradient alone, by its published cost model.
+
+N nodes exchange a gradient of m elements in K slices. With T(x) the time for x elements, and r(x)
+the elements that x are compressed to, one after the other come
+
+    left alone:  a T_send(m/K)
+    compressed:  a T_send(r(m/K)) + b T_encode(m/K) + c T_decode(m/K)
+
+    ring         a = 2(N-1)                          b = N            c = N
+    ps           one gather and one broadcast        b = min(K+1, N)  c = min(N-1+K, 2(N-1))
+
+Merging costs nothing, K goes from 1 to N, and a gradient is compressed where its best K with
+compression takes less than its best K without. What backward hides, and that gradients share one
+network, the model does not see; `hipress.secopa.search` does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hipress.casync.graphs.partitions import Partitioner
+from hipress.casync.graphs.shape import slice_numel
+from hipress.errors import UsageError
+from hipress.plan import ANY, Decision, Plan, plain_strategy
+from hipress.profile import CodecCosts, Curve, Machine, Profile
+
+TOPOLOGIES = ("ps", "ring")
+PRESET = "sosp21"
+RATIO = 1 / 16
+"""Of the preset: an algorithm of two bits."""
+ELEMENT_BYTES = 4
+BUCKET_MB = 25.0
+"""Of DDP, where the profile does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """fixed + slope * x, and never less than the floor."""
+
+    fixed: float
+    slope: float
+    floor: float = 0.0
+
+    def at(self, x: float) -> float:
+        """The value for x."""
+        return max(self.fixed + self.slope * x, self.floor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The curves of the model; x is a number of float32, times are in seconds."""
+
+    num_nodes: int
+    """N."""
+    codec: str
+    """`any` where the curves belong to none in particular."""
+    size: Line
+    """Float32 that x elements are compressed to."""
+    encode: Line
+    """Of x elements."""
+    decode: Line
+    """Of what x elements were compressed to."""
+    step: Line
+    """A ring's: each node sends x to the next."""
+    gather: Line
+    """One node gets x from each of the others."""
+    broadcast: Line
+    """One node sends x to all others."""
+    made_from: str
+    """For people."""
+
+    def send_s(self, topology: str, x: float) -> float:
+        """All messages of a slice, of x float32 each."""
+        if topology == "ring":
+            return 2 * (self.num_nodes - 1) * self.step.at(x)
+        return self.gather.at(x) + self.broadcast.at(x)
+
+    def plain_s(self, topology: str, numel: int, partitions: int) -> float:
+        """The exchange of a gradient that is left alone."""
+        return self.send_s(topology, numel / partitions)
+
+    def compressed_s(self, topology: str, numel: int, partitions: int) -> float:
+        """The exchange of a gradient that is compressed."""
+        num, x = self.num_nodes, numel / partitions
+        if topology == "ring":
+            encodes = decodes = num
+        else:
+            encodes = min(partitions + 1, num)
+            decodes = min(num - 1 + partitions, 2 * (num - 1))
+        sent_s = self.send_s(topology, self.size.at(x))
+        return sent_s + encodes * self.encode.at(x) + decodes * self.decode.at(x)
+
+
+# As published, fitted by least squares on 16 nodes with two 1080Ti each and 56 Gbit InfiniBand;
+# x in float32, times in milliseconds. Only the floors of the broadcasts are ever reached.
+_ENCODE_MS = (0.058938, 1.4133e-8)
+_DECODE_MS = (0.13956, 6.2041e-9)  # of compressed float32
+_STEP_MS = (0.20337, 8.5005e-7)
+_GATHER_MS = {4: (0.4193, 2.7156e-6), 8: (0.80768, 6.1167e-6), 16: (1.4406, 1.2937e-5)}
+_BROADCAST_MS = {
+    4: (0.22156, 2.7157e-6, 0.0),
+    8: (0.27285, 6.1172e-6, 0.29666),
+    16: (0.45538, 1.2915e-5, 0.58353),
+}
+
+
+def sosp21(num_nodes: int, ratio: float = RATIO) -> Costs:
+    """The published curves.
+
+    Args:
+        num_nodes: 4, 8 or 16: others were not measured.
+        ratio: Compressed size by size.
+
+    Raises:
+        UsageError: Another number of nodes, or a ratio outside (0, 1].
+    """
+    if num_nodes not in _GATHER_MS:
+        raise UsageError(
+            f"preset {PRESET} was measured on 4, 8 and 16 nodes, not on {num_nodes}; give "
+            "--nnodes 4, 8 or 16, or a profile of your own cluster with --profile profile.json."
+        )
+    if not 0 < ratio <= 1:
+        raise UsageError(
+            f"ratio is {ratio:g}, compressed size by size; it must be above 0 and at most 1, e.g. "
+            "0.03125 for onebit."
+        )
+    decode_fixed, decode_slope = _DECODE_MS
+    return Costs(
+        num_nodes=num_nodes,
+        codec=ANY,
+        size=Line(fixed=0.0, slope=ratio),
+        encode=_from_ms(*_ENCODE_MS),
+        decode=_from_ms(decode_fixed, decode_slope * ratio),
+        step=_from_ms(*_STEP_MS),
+        gather=_from_ms(*_GATHER_MS[num_nodes]),
+        broadcast=_from_ms(*_BROADCAST_MS[num_nodes]),
+        made_from=f"preset {PRESET}, {num_nodes} nodes, ratio {ratio:g}",
+    )
+
+
+def _from_ms(fixed: float, slope: float, floor: float = 0.0) -> Line:
+    return Line(fixed=fixed / 1e3, slope=slope / 1e3, floor=floor / 1e3)
+
+
+PRESETS = {PRESET: sosp21}
+"""Name: from nodes and ratio to curves."""
+
+
+def costs_of(profile: Profile, codec: str, num_nodes: int) -> Costs:
+    """The same kind of curves, from a profile; for any number of nodes.
+
+    A step of a ring takes the latency, the work of a message and the bytes through a rank's link;
+    a gather and a broadcast take the latency, the work of N-1 messages and N-1 times the bytes
+    through the link of one node. All ranks encode and decode at once, so where a host has fewer
+    cores than ranks, or ranks share a GPU, they wait for each other.
+
+    Raises:
+        UsageError: The codec is not in the profile, or there are fewer than 2 nodes.
+    """
+    _check_nodes(num_nodes)
+    found, network = profile.codec(codec), profile.network
+    many = num_nodes - 1
+    float_s = ELEMENT_BYTES / network.bytes_per_s
+    message_s = network.message_work_s
+    fan = Line(fixed=network.latency_s + many * message_s, slope=many * float_s)
+    return Costs(
+        num_nodes=num_nodes,
+        codec=codec,
+        size=_wire(found),
+        encode=_busy(found.encode, profile.machine),
+        decode=_busy(found.decode, profile.machine),
+        step=Line(fixed=network.latency_s + message_s, slope=float_s),
+        gather=fan,
+        broadcast=fan,
+        made_from=f"a profile of {network.num_ranks} ranks, {num_nodes} nodes, {codec}",
+    )
+
+
+def _wire(costs: CodecCosts) -> Line:
+    return Line(fixed=costs.wire.fixed / ELEMENT_BYTES, slope=costs.wire.slope / ELEMENT_BYTES)
+
+
+def _busy(work: Curve, machine: Machine) -> Line:
+    """The clock's time of work that all ranks of a machine do at once."""
+    if machine.device == "cpu":
+        wait = max(machine.num_ranks / machine.cores, 1.0)
+    else:
+        wait = float(machine.num_device_ranks)
+    return Line(fixed=work.fixed * wait, slope=work.slope * wait)
+
+
+def plan(gradients: Sequence[tuple[str, int]], topology: str, num_nodes: int, costs: Costs) -> Plan:
+    """Decides for each gradient alone.
+
+    Args:
+        gradients: Names and numbers of float32.
+        topology: `ps` or `ring`, in capitals or not.
+        num_nodes: N.
+        costs: Curves for so many nodes.
+
+    Raises:
+        UsageError: The topology or the number of nodes is wrong.
+
+    Example:
+        >>> made = plan([("fc.weight", 4_096_000), ("fc.bias", 1000)], "PS", 4, sosp21(4))
+        >>> print(made.as_text(), end="")
+        fc.weight,4096000,y,4
+        fc.bias,1000,n,4
+    """
+    kind = topology.lower()
+    if kind not in TOPOLOGIES:
+        raise UsageError(f"topology {topology!r} is none of PS, RING; choose one.")
+    _check_nodes(num_nodes)
+    assert costs.num_nodes == num_nodes, f"curves for {costs.num_nodes} nodes, not {num_nodes}"
+    return Plan(
+        num_ranks=num_nodes,
+        made_from=f"the published model, each gradient alone: {costs.made_from}, {kind}",
+        gradients={name: _decision(numel, kind, costs) for name, numel in gradients},
+    )
+
+
+def _decision(numel: int, topology: str, costs: Costs) -> Decision:
+    # min() keeps the first of equals: the smallest K.
+    choices = range(1, costs.num_nodes + 1)
+    plain_s, plain = min((costs.plain_s(topology, numel, k), k) for k in choices)
+    compressed_s, compressed = min((costs.compressed_s(topology, numel, k), k) for k in choices)
+    pays = compressed_s < plain_s
+    verdict = "takes less" if pays else "would take as long or longer"
+    return Decision(
+        codec=costs.codec if pays else "none",
+        strategy=topology if pays else plain_strategy(numel),
+        partitions=compressed if pays else plain,
+        numel=numel,
+        compressed_s=compressed_s,
+        plain_s=plain_s,
+        reason=f"compressed, its exchange {verdict}: {compressed_s * 1e3:.3f} ms against "
+        f"{plain_s * 1e3:.3f} ms",
+    )
+
+
+def in_lines(made: Plan, profile: Profile, num_ranks: int) -> Plan:
+    """A plan with every number that lines need: slices that are cut by size are counted.
+
+    Args:
+        made: For the model of the profile.
+        profile: What it was made from.
+        num_ranks: N.
+    """
+    model = profile.model
+    assert model is not None
+    full = int((model.bucket_mb or BUCKET_MB) * 2**20) // ELEMENT_BYTES
+    bucket_numel = min(full, model.num_elements)  # as the engine: a small model fills no bucket
+    on_gpu = profile.machine.device != "cpu"
+    numels = {gradient.name: gradient.numel for gradient in model.gradients}
+    filled = {}
+    for name, decision in made.gradients.items():
+        numel = numels.get(name) if decision.numel is None else decision.numel
+        partitions = decision.partitions
+        if decision.is_compressed and partitions is None and numel is not None:
+            piece = profile.codec(decision.codec).piece_numel
+            most = slice_numel(piece, bucket_numel, num_ranks, on_gpu=on_gpu)
+            partitions = max(len(Partitioner(num_ranks).place(numel, most)), 1)
+        filled[name] = decision.model_copy(update={"numel": numel, "partitions": partitions})
+    return made.model_copy(update={"gradients": filled})
+
+
+def read_input(path: str | Path) -> list[tuple[str, int]]:
+    """Gradients from the lines `name,number_of_float32` of a file, in its order.
+
+    Raises:
+        UsageError: There is no such file, or a line is something else.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
+        raise UsageError(
+            f"input {str(path)!r} cannot be read ({why}); give a file of lines "
+            "name,number_of_float32."
+        ) from error
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        name, _, size = (part.strip() for part in line.rpartition(","))
+        if not name or "," in name or not re.fullmatch("[0-9]{1,18}", size):
+            raise _wrong_line(path, number, f"is {line.strip()!r}")
+        if name in found:
+            raise _wrong_line(path, number, f"names {name!r} a second time")
+        found[name] = int(size)
+    if not found:
+        raise _wrong_line(path, 1, "is not there: the file is empty")
+    return list(found.items())
+
+
+def _wrong_line(path: str | Path, number: int, what: str) -> UsageError:
+    return UsageError(
+        f"input {str(path)!r}: line {number} {what}; write one line for each gradient, "
+        "name,number_of_float32, e.g. fc.weight,4096000."
+    )
+
+
+def _check_nodes(num_nodes: int) -> None:
+    if num_nodes < 2:
+        raise UsageError(
+            f"a plan for {num_nodes} node(s) has nobody to send to; give --nnodes 2 or more."
+        )

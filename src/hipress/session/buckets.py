@@ -1,0 +1,109 @@
+"""Gradients, and how those of a bucket are put together for the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hipress.casync.graphs.partitions import Place
+from hipress.codecs.base import Codec
+from hipress.session.selection import Choice
+from hipress.torch import optimizer_checks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """One parameter's gradient and what was decided for it."""
+
+    name: str
+    parameter: torch.Tensor
+    choice: Choice
+    places: tuple[Place, ...]
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether a codec works on it."""
+        return self.choice.codec.name != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Gradients of a bucket that travel together."""
+
+    codec: Codec
+    strategy: str
+    gradients: tuple[Gradient, ...]
+    places: tuple[tuple[Place, ...], ...] | None
+    spans: tuple[tuple[int, int], ...]
+    """Of each in the bucket's buffer."""
+    wants_rate: bool
+    wants_weights: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the gradients."""
+        return tuple(gradient.name for gradient in self.gradients)
+
+
+def grouped(
+    gradients: Sequence[Gradient], optimizer: torch.optim.Optimizer | None = None
+) -> list[Group]:
+    """The gradients of a bucket, in its order, by what is decided for them.
+
+    Args:
+        gradients: Of the bucket.
+        optimizer: Parameters in different groups of it have different learning rates, which
+            codecs with momentum want to know.
+    """
+    rated = _groups_of(optimizer)
+    found: dict[tuple[Any, ...], list[tuple[Gradient, tuple[int, int]]]] = {}
+    at = 0
+    for gradient in gradients:
+        span = (at, at + gradient.parameter.numel())
+        at = span[1]
+        choice = gradient.choice
+        rate = (
+            rated.get(id(gradient.parameter))
+            if optimizer_checks.has_momentum(choice.codec)
+            else None
+        )
+        kind = (choice.codec.name, choice.strategy, rate, choice.bulk, choice.order)
+        found.setdefault(kind, []).append((gradient, span))
+    groups = []
+    for (_, strategy, *_), members in found.items():
+        codec = members[0][0].choice.codec
+        inside = tuple(gradient for gradient, _ in members)
+        groups.append(
+            Group(
+                codec=codec,
+                strategy=strategy,
+                gradients=inside,
+                places=tuple(g.places for g in inside) if inside[0].is_compressed else None,
+                spans=tuple(span for _, span in members),
+                wants_rate="momentum" in codec.init(torch.zeros(1)),
+                wants_weights=optimizer_checks.decays(codec),
+            )
+        )
+    return sorted(groups, key=_turn)
+
+
+def _turn(group: Group) -> int:
+    """When it starts: what is compressed first, which takes longest, unless the plan says more."""
+    order = group.gradients[0].choice.order
+    return int(group.codec.name == "none") if order is None else order
+
+
+def flat(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's elements in the order in which DDP's buckets hold its gradient."""
+    parameter = parameter.detach()
+    if parameter.is_contiguous():
+        return parameter.view(-1)
+    return torch.as_strided(parameter, (parameter.numel(),), (1,), parameter.storage_offset())
+
+
+def _groups_of(optimizer: torch.optim.Optimizer | None) -> Mapping[int, int]:
+    groups = () if optimizer is None else optimizer.param_groups
+    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}

@@ -1,0 +1,204 @@
+"""Which gradients are compressed, with what, and why the others are left alone."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from hipress.casync.graphs import strategies
+from hipress.codecs.base import Codec
+from hipress.codecs.table import codec as named_codec
+from hipress.errors import UsageError
+from hipress.plan import ANY, Plan, plain_strategy
+
+MIN_SIZE = 4096
+"""Elements; smaller gradients save little, and one dimension (norm, bias) costs most accuracy."""
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What codecs take."""
+
+NONE = named_codec("none")
+
+NOT_ASKED = "codec 'none' was asked for"
+SPARSE = "its gradient is sparse, which is left to torch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What happens to one gradient."""
+
+    codec: Codec
+    """`none`: it is sent as it is."""
+    strategy: str
+    partitions: int | None = None
+    bulk: int | None = None
+    """Gradients of a bucket with the same number travel together; None: those decided alike."""
+    order: int | None = None
+    """Lower starts first among those of a bucket; what is compressed before the rest if None."""
+    reason: str = ""
+    """Why it is left alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the user asked for."""
+
+    codec: Codec
+    """Of every gradient; with a plan, of those for which it leaves the codec open."""
+    strategy: str
+    plan: Plan | None = None
+    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    min_size: int = MIN_SIZE
+
+    def choice(self, name: str, parameter: torch.Tensor, sparse: frozenset[str]) -> Choice:
+        """What happens to a parameter's gradient."""
+        reason = self._reason(name, parameter, sparse)
+        if self.plan is not None and not reason:
+            made = self.plan.decision(name)
+            way = self.strategy if made.is_compressed else plain_strategy(parameter.numel())
+            codec = self.codec if made.codec == ANY else named_codec(made.codec)
+            if not made.is_compressed:
+                reason = made.reason or "the plan says so"
+            elif codec.name == "none":
+                reason = NOT_ASKED
+            return Choice(
+                codec=codec,
+                strategy=way if made.strategy == ANY else made.strategy,
+                partitions=made.partitions,
+                bulk=made.bulk,
+                order=made.order,
+                reason=reason,
+            )
+        if reason:
+            return Choice(codec=NONE, strategy="ps", reason=reason)
+        if self.codec.name == "none":
+            return Choice(codec=NONE, strategy=self.strategy, reason=NOT_ASKED)
+        return Choice(codec=self.codec, strategy=self.strategy)
+
+    def _reason(self, name: str, parameter: torch.Tensor, sparse: frozenset[str]) -> str:
+        """Why a gradient is left alone; empty if it is not."""
+        if name in sparse:
+            return SPARSE
+        if parameter.dtype not in DTYPES:
+            return f"codecs do not take {str(parameter.dtype).removeprefix('torch.')}"
+        if (pattern := _first(self.exclude, name)) is not None:
+            return f"excluded by {pattern!r}"
+        if self.plan is not None or _first(self.include, name) is not None:
+            return ""
+        if parameter.dim() < 2:
+            return "one dimension (norm or bias)"
+        if parameter.numel() < self.min_size:
+            return f"{parameter.numel()} elements, fewer than min_size={self.min_size}"
+        return ""
+
+
+def rules(
+    *,
+    codec: str | Codec | None,
+    strategy: str | None,
+    plan: Any,
+    exclude: str | Iterable[str],
+    include: str | Iterable[str],
+    min_size: int,
+    default_codec: str,
+) -> Rules:
+    """What the user asked for, checked; codec and strategy fill in what a plan leaves open."""
+    loaded = Plan.read(plan) if plan is not None else None
+    if loaded is not None:
+        for given, is_given, is_open in (
+            ("codec", codec is not None, loaded.takes_codec),
+            ("strategy", strategy is not None, loaded.takes_strategy),
+        ):
+            if is_given and not is_open:
+                raise UsageError(
+                    f"attach was given a plan and a {given}; the plan decides both: give one."
+                )
+    if codec is not None and not isinstance(codec, str | Codec):
+        raise UsageError(f"codec is {codec!r}; give an expression such as 'onebit', or a codec.")
+    if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 0:
+        raise UsageError(f"min_size is {min_size!r}; give a number of elements, 0 for all.")
+    strategies.check("ps" if strategy is None else strategy)
+    for decision in loaded.gradients.values() if loaded is not None else ():
+        if decision.strategy != ANY:
+            strategies.check(decision.strategy)
+        if decision.codec != ANY:
+            named_codec(decision.codec)
+    asked = default_codec if codec is None else codec
+    return Rules(
+        codec=named_codec(asked) if isinstance(asked, str) else asked,
+        strategy="ps" if strategy is None else strategy,
+        plan=loaded,
+        exclude=_patterns(exclude, "exclude"),
+        include=_patterns(include, "include"),
+        min_size=min_size,
+    )
+
+
+def check_names(asked: Rules, names: Sequence[str]) -> None:
+    """Refuses patterns and plans that speak of gradients which are not there."""
+    for option in ("exclude", "include"):
+        for pattern in getattr(asked, option):
+            if not any(_matches(pattern, name) for name in names):
+                near = difflib.get_close_matches(pattern, names, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise UsageError(
+                    f"{option} pattern {pattern!r} matches no parameter{hint}; the first are: "
+                    f"{', '.join(names[:5])}."
+                )
+    unknown = [n for n in (asked.plan.gradients if asked.plan else ()) if n not in set(names)]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UsageError(
+            f"the plan speaks of {unknown[0]!r}{hint}, which this model does not have; make a plan "
+            f"for this model (its first parameters are: {', '.join(names[:5])})."
+        )
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def sparse_names(model: nn.Module) -> frozenset[str]:
+    """Parameters whose gradients are sparse."""
+    found = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            found.add(clean(f"{prefix}.weight" if prefix else "weight"))
+    return frozenset(found)
+
+
+def skipped(choices: Mapping[str, Choice]) -> dict[str, str]:
+    """Gradients that are sent as they are, and why."""
+    return {name: choice.reason for name, choice in choices.items() if choice.codec.name == "none"}
+
+
+def _patterns(given: str | Iterable[str] | None, option: str) -> tuple[str, ...]:
+    if given is not None and not isinstance(given, Iterable):
+        raise UsageError(
+            f"{option} is {given!r}; give a name or a list of them, e.g. ['*.embed.*']."
+        )
+    found = (given,) if isinstance(given, str) else tuple(given or ())
+    for pattern in found:
+        if not isinstance(pattern, str) or not pattern:
+            raise UsageError(
+                f"{option} holds {pattern!r}; give names of parameters or modules, or patterns "
+                "such as '*.embed.*'."
+            )
+    return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
+def _first(patterns: Sequence[str], name: str) -> str | None:
+    return next((pattern for pattern in patterns if _matches(pattern, name)), None)

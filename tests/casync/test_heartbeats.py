@@ -1,0 +1,159 @@
+"""Heartbeats: who is silent is named, and what one rank knows all ranks hear."""
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from hipress.casync.engine.transport import LinkError
+from hipress.casync.ranks.heartbeats import Health
+from hipress.errors import FrameError, PeerError
+
+pytestmark = pytest.mark.alone
+
+
+class Ward:
+    """Ranks that beat in one store, and what each was told."""
+
+    def __init__(self, num_ranks, timeout_s):
+        self.store = HashStore()
+        self.errors = {}
+        self.told = threading.Condition()
+        self.ranks = [
+            Health(self.store, rank, num_ranks, timeout_s, on_failure=self.note(rank))
+            for rank in range(num_ranks)
+        ]
+
+    def note(self, rank):
+        def on_failure(error):
+            with self.told:
+                assert rank not in self.errors, "told twice"
+                self.errors[rank] = error
+                self.told.notify_all()
+
+        return on_failure
+
+    def wait(self, ranks, limit_s):
+        """The errors of these ranks; fails where one is not told in time."""
+        with self.told:
+            assert self.told.wait_for(lambda: set(ranks) <= set(self.errors), limit_s), self.errors
+        return [self.errors[rank] for rank in ranks]
+
+    def silence(self, rank):
+        """Stops a rank without a word, as a crash does."""
+        self.ranks[rank]._closed.set()
+        self.ranks[rank]._thread.join(5)
+
+
+@pytest.fixture
+def ward():
+    made = []
+
+    def make(num_ranks, timeout_s=1.0):
+        made.append(Ward(num_ranks, timeout_s))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for health in one.ranks:
+            health.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_that_beat_are_left_alone(ward, num_ranks):
+    watched = ward(num_ranks, 0.5)
+    time.sleep(1.5)
+    assert watched.errors == {}
+
+
+@pytest.mark.parametrize("silent", [0, 1, 3])
+def test_a_silent_rank_is_named_on_all_others(ward, silent):
+    watched = ward(4, 1.0)
+    time.sleep(0.3)
+    watched.silence(silent)
+    began = time.monotonic()
+    for error in watched.wait([rank for rank in range(4) if rank != silent], 5.0):
+        assert isinstance(error, PeerError)
+        assert error.ranks == (silent,)
+        assert f"rank {silent} has given no sign of life for 1 s" in str(error)
+    assert 0.8 < time.monotonic() - began < 4
+
+
+def test_a_rank_that_has_said_goodbye_is_not_missed(ward):
+    watched = ward(3, 0.5)
+    watched.ranks[1].close()
+    time.sleep(1.5)
+    assert watched.errors == {}
+
+
+def test_an_error_of_a_rank_s_own_reaches_all(ward):
+    watched = ward(4, 2.0)
+    error = FrameError("the frame is foreign")
+    assert watched.ranks[2].explain(error) is error
+    for found in watched.wait([0, 1, 3], 3.0):
+        assert isinstance(found, PeerError)
+        assert found.ranks == (2,)
+        assert str(found) == "rank 2 failed: the frame is foreign"
+
+
+def test_a_broken_connection_is_blamed_on_who_is_silent(ward):
+    watched = ward(4, 3.0)
+    watched.silence(1)
+    found = watched.ranks[3].explain(LinkError("Connection reset by 10.0.0.7:41523\nmore"))
+    assert isinstance(found, PeerError)
+    assert found.ranks == (1,)
+    assert "rank 1 is gone or frozen (Connection reset by 10.0.0.7:41523)" in str(found)
+    # The others say the same, though they saw nothing.
+    assert [str(error) for error in watched.wait([0, 2], 3.0)] == [str(found)] * 2
+
+
+def test_a_broken_connection_among_the_living_names_nobody(ward):
+    watched = ward(3, 2.0)
+    found = watched.ranks[0].explain(LinkError("timed out"))
+    assert isinstance(found, PeerError)
+    assert found.ranks == ()
+    assert "all ranks are alive" in str(found) and "timed out" in str(found)
+
+
+def test_the_first_failure_is_what_all_say(ward):
+    watched = ward(3, 2.0)
+    watched.ranks[1].explain(FrameError("first"))
+    second = watched.ranks[2].explain(LinkError("second, a consequence"))
+    assert isinstance(second, PeerError)
+    assert str(second) == "rank 1 failed: first"
+
+
+def test_a_store_that_is_gone_is_blamed_on_rank_0():
+    class Gone:
+        is_gone = False
+
+        def __init__(self):
+            self.store = HashStore()
+
+        def __getattr__(self, name):
+            if self.is_gone:
+                raise RuntimeError("Broken pipe")
+            return getattr(self.store, name)
+
+    store, told = Gone(), []
+    health = Health(store, 1, 2, 1.0, on_failure=told.append)
+    store.is_gone = True
+    found = health.explain(LinkError("Connection reset"))
+    assert isinstance(found, PeerError) and found.ranks == (0,)
+    assert "rank 0, or whoever holds the store, is gone (Connection reset)" in str(found)
+    deadline = time.monotonic() + 5
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert told[0].ranks == (0,)
+    assert "rank 1 does not reach the store" in str(told[0])
+    health.close()
+
+
+def test_closing_is_quick_and_may_be_done_twice(ward):
+    watched = ward(3, 60.0)
+    began = time.monotonic()
+    for health in watched.ranks:
+        health.close()
+        health.close()
+    assert time.monotonic() - began < 2
