@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from hipress.errors import UsageError
@@ -106,8 +106,12 @@ class CodecCosts(_Value):
     """Bytes of a worker's frame."""
     back_wire: dict[int, Curve] = Field(min_length=1)
     """Bytes of the frame of the way back, by the number of workers whose mean is in it."""
-    piece_numel: int = Field(ge=1)
-    """Elements of a piece, as the engine cuts them on this device."""
+    chunk_numel: int = Field(
+        ge=1,
+        validation_alias=AliasChoices("piece_numel", "chunk_numel"),
+        serialization_alias="piece_numel",  # the key of the file format
+    )
+    """Elements of a chunk, as the engine cuts them on this device."""
     bulk: bool
     """Whether small gradients share frames."""
     codes_local: bool
@@ -278,7 +282,7 @@ class Profile(_Value):
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
+        Path(path).write_text(self.model_dump_json(indent=1, by_alias=True) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -87,7 +87,7 @@ def mean_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([value.double() for value in values]).mean(0)
 
 
-# --- what strategies compute, for one piece of route 0, slow and obvious --------------------------
+# --- what strategies compute, for one chunk of route 0, slow and obvious --------------------------
 
 
 class Reference:

@@ -197,8 +197,8 @@ def test_after_a_difference_a_call_that_all_make_works():
         ({"options": Options(pipelined=False)}, "pipelining (True on ranks 0, 2, False on rank 1)"),
         ({"options": Options(bulk=False)}, "bulk (True on ranks 0, 2, False on rank 1)"),
         (
-            {"options": Options(piece_numel=4096)},
-            "elements of a piece (None on ranks 0, 2, 4096 on rank 1)",
+            {"options": Options(chunk_numel=4096)},
+            "elements of a chunk (None on ranks 0, 2, 4096 on rank 1)",
         ),
         ({"seed": 5}, "seed (0 on ranks 0, 2, 5 on rank 1)"),
     ],

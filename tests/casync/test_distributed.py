@@ -145,8 +145,8 @@ def test_steady_steps_are_quiet(quiet):
 
 
 def test_pieces_overtake_each_other_unless_told_not_to(quiet):
-    for (overlapping, num_pieces), (apart, _) in quiet.results("pipelining", range(2)):
-        assert num_pieces > 4
+    for (overlapping, num_chunks), (apart, _) in quiet.results("pipelining", range(2)):
+        assert num_chunks > 4
         assert overlapping > 0
         assert apart == 0
 
@@ -287,7 +287,7 @@ def test_between_hosts_one_frame_each_way(two_by_two, codec):
     layout = partitions.cut([numel], 4)
     frames = sum(
         made.wire_bytes(part.numel) + made.aggregator(2).wire_bytes(part.numel)
-        for part in layout.slices
+        for part in layout.partitions
     )
     counted = {}
     for result in results[::2]:  # one rank of each host: they share its interface

@@ -1,4 +1,4 @@
-"""Graphs as pure data: every strategy and every pass on the strict transport, counts, pieces."""
+"""Graphs as pure data: every strategy and every pass on the strict transport, counts, chunks."""
 
 from collections import Counter
 from dataclasses import replace
@@ -35,12 +35,12 @@ def check_mean(graphs):
     pieces_seen = set(range(len(graphs[0].routes)))
     for result in results:
         assert set(result) == pieces_seen
-        for piece, value in result.items():
+        for chunk, value in result.items():
             shares = dict(value.weights)
             assert set(shares) == set(range(num_ranks))
             assert all(abs(share - 1 / num_ranks) < 1e-9 for share in shares.values())
             # One maker for all ranks: they hold the same bits, not only the same mean.
-            assert value.made == results[0][piece].made is not None
+            assert value.made == results[0][chunk].made is not None
 
 
 def pairs_of(num_ranks):
@@ -65,7 +65,7 @@ def lowerings(num_ranks):
 @pytest.mark.parametrize(("strategy", "codes_local"), CASES)
 def test_every_rank_gets_the_same_mean(strategy, codes_local, num_ranks):
     for count in piece_counts(num_ranks):
-        routes = [piece % num_ranks for piece in range(count)]
+        routes = [chunk % num_ranks for chunk in range(count)]
         hosts = pairs_of(num_ranks)
         if num_ranks <= 8:
             check_mean(graphs_of(strategy, hosts, routes, codes_local=codes_local, raw=True))
@@ -76,7 +76,7 @@ def test_every_rank_gets_the_same_mean(strategy, codes_local, num_ranks):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
 def test_routes_need_not_go_round(strategy, num_ranks):
-    # As the engine's own: several pieces in a row on one rank, ranks without any.
+    # As the engine's own: several chunks in a row on one rank, ranks without any.
     routes = [0, 0, num_ranks - 1, 0, num_ranks // 2, num_ranks // 2, 0]
     for options in LOWERINGS.values():
         check_mean(graphs_of(strategy, pairs_of(num_ranks), routes, **options))
@@ -98,7 +98,7 @@ def test_routes_need_not_go_round(strategy, num_ranks):
 def test_hosts_of_any_size_count_as_much_as_they_have(hosts):
     num_ranks = len(hosts)
     for count in (1, num_ranks, 2 * num_ranks + 1):
-        routes = [piece % num_ranks for piece in range(count)]
+        routes = [chunk % num_ranks for chunk in range(count)]
         check_mean(graphs_of("hierarchical", hosts, routes, raw=True))
         for options in LOWERINGS.values():
             check_mean(graphs_of("hierarchical", hosts, routes, **options))
@@ -108,11 +108,11 @@ def test_hosts_of_any_size_count_as_much_as_they_have(hosts):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9, 16, 17])
 def test_bulk_groups(strategy, num_ranks):
     numels = [100] * 7 + [1_000_000, 10, 70_001, 5, 300_000]
-    layout = partitions.cut(numels, num_ranks, piece_numel=500_000)
-    assert len(layout.routes) < len(layout.slices)
+    layout = partitions.cut(numels, num_ranks, chunk_numel=500_000)
+    assert len(layout.routes) < len(layout.partitions)
     for options in lowerings(num_ranks):
         graphs = graphs_of(
-            strategy, pairs_of(num_ranks), layout.slice_routes, groups=layout.groups, **options
+            strategy, pairs_of(num_ranks), layout.partition_routes, groups=layout.groups, **options
         )
         assert all(graph.routes == layout.routes for graph in graphs)
         check_mean(graphs)
@@ -157,7 +157,7 @@ def test_staged_tasks_need_the_whole_depth_before():
 def test_fusing_leaves_one_merge_per_piece_and_aggregator():
     for graph in graphs_of("ps", (0, 1, 2), range(3)):
         merges = [task for task in graph.tasks if task.verb is Verb.MERGE]
-        assert [task.piece for task in merges] == [graph.rank]
+        assert [task.chunk for task in merges] == [graph.rank]
         assert [slot.kind for slot in merges[0].reads] == [Kind.FRAME] * 3
         assert [slot.rank for slot in merges[0].reads] == [0, 1, 2]  # in rank order
         assert merges[0].writes[0].kind is Kind.BACK
@@ -180,14 +180,14 @@ def two_ranks():
     return graphs_of("ps", (0, 1), range(4))
 
 
-def places(graph, verb):
+def positions(graph, verb):
     return [place for place, task in enumerate(graph.tasks) if task.verb is verb]
 
 
 def test_strict_sees_two_sends_in_another_order():
     graphs = two_ranks()
     tasks = list(graphs[0].tasks)
-    a, b = [k for k in places(graphs[0], Verb.SEND) if tasks[k].reads[0].kind is Kind.FRAME]
+    a, b = [k for k in positions(graphs[0], Verb.SEND) if tasks[k].reads[0].kind is Kind.FRAME]
     # The later one's frame must be there, so the earlier goes back to its place.
     tasks[a : b + 1] = [*tasks[a + 1 : b + 1], tasks[a]]
     with pytest.raises(strict.Mismatch, match=r"rank 1 expects .* from rank 0, which sent"):
@@ -197,12 +197,12 @@ def test_strict_sees_two_sends_in_another_order():
 def test_strict_sees_a_dropped_recv():
     graphs = two_ranks()
     tasks = list(graphs[0].tasks)
-    del tasks[places(graphs[0], Verb.RECV)[0]]
+    del tasks[positions(graphs[0], Verb.RECV)[0]]
     with pytest.raises(strict.Mismatch):
         strict.play([broken(graphs[0], tasks), graphs[1]])
     # The last one of all is missed by who reads it.
     tasks = list(graphs[0].tasks)
-    del tasks[places(graphs[0], Verb.RECV)[-1]]
+    del tasks[positions(graphs[0], Verb.RECV)[-1]]
     with pytest.raises(strict.Mismatch, match="which nobody wrote"):
         strict.play([broken(graphs[0], tasks), graphs[1]])
 
@@ -210,7 +210,7 @@ def test_strict_sees_a_dropped_recv():
 def test_strict_sees_a_wrong_peer():
     graphs = graphs_of("ps", (0, 1, 2), range(3))
     tasks = list(graphs[0].tasks)
-    place = places(graphs[0], Verb.SEND)[0]
+    place = positions(graphs[0], Verb.SEND)[0]
     tasks[place] = replace(tasks[place], to=(3 - tasks[place].to[0],))
     with pytest.raises(strict.Mismatch):
         strict.play([broken(graphs[0], tasks), *graphs[1:]])
@@ -218,7 +218,7 @@ def test_strict_sees_a_wrong_peer():
 
 def test_strict_sees_a_task_before_its_need():
     graphs = two_ranks()
-    place = places(graphs[0], Verb.SEND)[0]
+    place = positions(graphs[0], Verb.SEND)[0]
     task = graphs[0].tasks[place]
     late = replace(task, needs=(len(graphs[0].tasks) - 1,))
     tasks = [*graphs[0].tasks[:place], late, *graphs[0].tasks[place + 1 :]]
@@ -230,7 +230,7 @@ def test_strict_sees_a_task_before_its_need():
 
 def test_strict_sees_a_message_that_is_never_received():
     graphs = two_ranks()
-    again = graphs[0].tasks[places(graphs[0], Verb.SEND)[-1]]
+    again = graphs[0].tasks[positions(graphs[0], Verb.SEND)[-1]]
     with pytest.raises(strict.Mismatch, match="sent and never received: 0 -> 1"):
         strict.play([broken(graphs[0], [*graphs[0].tasks, again]), graphs[1]])
 
@@ -238,7 +238,7 @@ def test_strict_sees_a_message_that_is_never_received():
 def test_strict_sees_a_standstill():
     graphs = two_ranks()
     for k, graph in enumerate(graphs):
-        first = graph.tasks[places(graph, Verb.RECV)[0]]
+        first = graph.tasks[positions(graph, Verb.RECV)[0]]
         graphs[k] = broken(graph, [first, *(t for t in graph.tasks if t != first)])
     with pytest.raises(strict.Mismatch, match="standstill: rank 0 waits for rank 1.*; rank 1 "):
         strict.play(graphs)
@@ -246,14 +246,14 @@ def test_strict_sees_a_standstill():
 
 def test_strict_sees_all_reduces_in_another_order():
     graphs = graphs_of("allreduce", (0, 1), range(2), plain=True)
-    with pytest.raises(strict.Mismatch, match="rank 1 reduces .*piece=1.*, rank 0 .*piece=0"):
+    with pytest.raises(strict.Mismatch, match="rank 1 reduces .*chunk=1.*, rank 0 .*chunk=0"):
         strict.play([graphs[0], broken(graphs[1], graphs[1].tasks[::-1])])
 
 
 def test_the_check_of_the_mean_can_fail():
     # A merge that forgets a rank, and a rank that decodes what it did not send.
     graphs = graphs_of("ps", (0, 1, 2), [0])
-    place = places(graphs[0], Verb.MERGE)[0]
+    place = positions(graphs[0], Verb.MERGE)[0]
     merge = graphs[0].tasks[place]
     lame = replace(merge, weights=(0.5, 0.5, 0.0))
     tasks = [*graphs[0].tasks[:place], lame, *graphs[0].tasks[place + 1 :]]
@@ -285,16 +285,16 @@ def messages(graphs):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("options", LOWERINGS.values(), ids=LOWERINGS)
 def test_ps_sends_one_frame_per_worker_and_piece_each_way(num_ranks, options):
-    routes = [piece % num_ranks for piece in range(2 * num_ranks + 1)]
+    routes = [chunk % num_ranks for chunk in range(2 * num_ranks + 1)]
     sent = Counter(
-        (a, b, slot.kind, slot.piece)
+        (a, b, slot.kind, slot.chunk)
         for a, b, slot in messages(graphs_of("ps", [0] * num_ranks, routes, **options))
     )
     expected = Counter()
-    for piece, home in enumerate(routes):
+    for chunk, home in enumerate(routes):
         for worker in set(range(num_ranks)) - {home}:
-            expected[worker, home, Kind.FRAME, piece] += 1
-            expected[home, worker, Kind.BACK, piece] += 1
+            expected[worker, home, Kind.FRAME, chunk] += 1
+            expected[home, worker, Kind.BACK, chunk] += 1
     assert sent == expected
     for rank in range(num_ranks):
         got = sum(n for (_, b, kind, _), n in sent.items() if (b, kind) == (rank, Kind.FRAME))
@@ -305,12 +305,12 @@ def test_ps_sends_one_frame_per_worker_and_piece_each_way(num_ranks, options):
 @pytest.mark.parametrize("codes_local", [False, True])
 def test_a_ring_goes_round_twice_but_for_two_hops(num_ranks, codes_local):
     count = num_ranks + 2
-    routes = [piece % num_ranks for piece in range(count)]
+    routes = [chunk % num_ranks for chunk in range(count)]
     sent = messages(graphs_of("ring", [0] * num_ranks, routes, codes_local=codes_local))
     assert all(b == (a + 1) % num_ranks for a, b, _ in sent)
-    per_piece = Counter(slot.piece for *_, slot in sent)
+    per_piece = Counter(slot.chunk for *_, slot in sent)
     assert per_piece == Counter(dict.fromkeys(range(count), 2 * (num_ranks - 1)) if sent else {})
-    backs = Counter(slot.piece for *_, slot in sent if slot.kind is Kind.BACK)
+    backs = Counter(slot.chunk for *_, slot in sent if slot.kind is Kind.BACK)
     assert all(n == num_ranks - 1 for n in backs.values())
 
 
@@ -348,7 +348,7 @@ def test_ps_is_an_all_to_all_and_an_all_gather(num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_all_ranks_make_as_many_calls_where_pieces_go_round(strategy, num_ranks):
     for waves in (1, 2, 3):
-        routes = [piece % num_ranks for piece in range(waves * num_ranks)]
+        routes = [chunk % num_ranks for chunk in range(waves * num_ranks)]
         graphs = graphs_of(strategy, pairs_of(num_ranks), routes, ordered=True)
         calls = [sum(task.verb is Verb.EXCHANGE for task in graph.tasks) for graph in graphs]
         if strategy != "hierarchical":  # there hosts of one rank have nothing to say at home
@@ -372,14 +372,14 @@ def test_only_owners_talk_between_hosts(hosts):
     members = {h: [r for r, host in enumerate(hosts) if host == h] for h in hosts}
     between = Counter()
     for a, b, slot in sent:
-        owners = [group[routes[slot.piece] % len(group)] for group in members.values()]
+        owners = [group[routes[slot.chunk] % len(group)] for group in members.values()]
         if hosts[a] == hosts[b]:
             assert slot.kind is Kind.GRADIENT  # plain inside a host
             assert (a in owners) != (b in owners)
         else:
             assert slot.kind in (Kind.FRAME, Kind.BACK)  # compressed between hosts
             assert a in owners and b in owners
-            between[slot.piece] += 1
+            between[slot.chunk] += 1
     assert between == Counter(
         dict.fromkeys(range(len(routes)), 2 * (num_hosts - 1)) if between else {}
     )
@@ -394,17 +394,17 @@ def test_owners_and_aggregators_are_spread():
     assert frames == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
-# --- pieces ---------------------------------------------------------------------------------------
+# --- chunks ---------------------------------------------------------------------------------------
 
 
 def check_layout(
-    numels, num_routes, *, piece_numel=partitions.PIECE_NUMEL, bulk=True, pipelined=True
+    numels, num_routes, *, chunk_numel=partitions.CHUNK_NUMEL, bulk=True, pipelined=True
 ):
     layout = partitions.cut(
-        numels, num_routes, piece_numel=piece_numel, bulk=bulk, pipelined=pipelined
+        numels, num_routes, chunk_numel=chunk_numel, bulk=bulk, pipelined=pipelined
     )
     runs = {tensor: [] for tensor in range(len(numels))}
-    for part in layout.slices:
+    for part in layout.partitions:
         assert part.start % partitions.GRAIN == 0
         assert part.numel > 0
         runs[part.tensor].append((part.start, part.stop))
@@ -426,11 +426,11 @@ def check_layout(
         if len(members) > 1:
             assert bulk
             assert all(part.numel == numels[part.tensor] for part in members)
-            assert not pipelined or sizes[-1] <= piece_numel
+            assert not pipelined or sizes[-1] <= chunk_numel
     # What a route carries more than another is at most one group.
     assert max(loads) - min(loads) <= max(sizes, default=0)
     routes = [layout.routes[group] for group in layout.groups]
-    assert list(layout.slice_routes) == routes
+    assert list(layout.partition_routes) == routes
     return layout, loads
 
 
@@ -444,12 +444,12 @@ NUMELS = st.lists(
 @given(
     NUMELS,
     st.integers(1, 17),
-    st.sampled_from([1, 4096, 100_000, 2**18, partitions.PIECE_NUMEL]),
+    st.sampled_from([1, 4096, 100_000, 2**18, partitions.CHUNK_NUMEL]),
     st.booleans(),
     st.booleans(),
 )
-def test_every_element_is_in_one_slice(numels, num_routes, piece_numel, bulk, pipelined):
-    check_layout(numels, num_routes, piece_numel=piece_numel, bulk=bulk, pipelined=pipelined)
+def test_every_element_is_in_one_slice(numels, num_routes, chunk_numel, bulk, pipelined):
+    check_layout(numels, num_routes, chunk_numel=chunk_numel, bulk=bulk, pipelined=pipelined)
 
 
 def test_small_gradients_travel_together():
@@ -460,14 +460,14 @@ def test_small_gradients_travel_together():
     # A large one between them does not part them; a full group is followed by another.
     layout, _ = check_layout([100, 9_000_000, 200], 3)
     assert layout.groups[0] == layout.groups[-1]
-    layout, _ = check_layout([40_000] * 10, 2, piece_numel=100_000)
+    layout, _ = check_layout([40_000] * 10, 2, chunk_numel=100_000)
     assert [layout.groups.count(group) for group in range(5)] == [2] * 5
 
 
 def test_empty_gradients_are_left_out():
-    assert partitions.cut([], 3).slices == partitions.cut([0, 0], 3).slices == ()
+    assert partitions.cut([], 3).partitions == partitions.cut([0, 0], 3).partitions == ()
     layout, _ = check_layout([0, 5, 0, 7, 0], 2)
-    assert [part.tensor for part in layout.slices] == [1, 3]
+    assert [part.tensor for part in layout.partitions] == [1, 3]
 
 
 @pytest.mark.parametrize("num_routes", [2, 3, 4, 8])
@@ -488,8 +488,8 @@ def test_a_skewed_list_is_dealt_evenly(num_routes, bulk):
         4096000,
     ]
     _, loads = check_layout(numels, num_routes, bulk=bulk)
-    # The largest go first, so a route is ahead of another by one piece at most.
-    assert max(loads) - min(loads) <= partitions.PIECE_NUMEL
+    # The largest go first, so a route is ahead of another by one chunk at most.
+    assert max(loads) - min(loads) <= partitions.CHUNK_NUMEL
 
 
 def test_one_large_gradient_occupies_every_route():

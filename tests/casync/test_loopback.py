@@ -1,6 +1,6 @@
 """Engines as threads: what every rank holds after a synchronisation, for every codec and strategy.
 
-Gradients of fewer than 2**17 elements are one piece; larger ones are cut.
+Gradients of fewer than 2**17 elements are one chunk; larger ones are cut.
 """
 
 import sys
@@ -46,7 +46,7 @@ FIXED = (*BLOCKWISE, "topk(ratio=0.1, exact=true)")
 SMALL = (7, 1, 17, 1000)
 SIZES = ((1,), (4097,), (70_001,), SMALL)
 LARGE = 200_003
-"""Three pieces for three ranks."""
+"""Three chunks for three ranks."""
 HOSTS = ("a", "a", "b", "b")
 """Two by two, so that `hierarchical` has something to do."""
 
@@ -229,7 +229,7 @@ def test_the_mean_of_many_steps_arrives(strategy, codec):
 def test_a_bad_number_reaches_every_rank_and_no_residual(codec, strategy):
     bad_rank, place = 1, 150_000
     layout = partitions.cut([LARGE], 3)
-    bad = next(part for part in layout.slices if part.start <= place < part.stop)
+    bad = next(part for part in layout.partitions if part.start <= place < part.stop)
 
     def work(engine, rank):
         results = []
@@ -286,7 +286,7 @@ def test_without_bulk_the_bits_are_the_same(codec, strategy):
 @pytest.mark.parametrize("codec", BLOCKWISE)
 def test_without_pipelining_the_bits_are_the_same(codec):
     work = sync_all(codec, "ps", sizes=((LARGE,), (1_000_003, 5)))
-    on = run(3, work, options=Options(piece_numel=70_000))
+    on = run(3, work, options=Options(chunk_numel=70_000))
     for found in run(3, work, options=Options(pipelined=False)):
         assert_same_bits(on[0], found)
 
@@ -588,8 +588,8 @@ def test_randomk_picks_the_same_places_on_all_ranks(strategy, named):
     for value in results:
         assert value.count_nonzero() == int(ratio * numel)
         assert len(value[value != 0].unique()) == 1
-    places = {tuple(value.nonzero().flatten().tolist()) for value in results}
-    assert len(places) == 3  # others in every step
+    placements = {tuple(value.nonzero().flatten().tolist()) for value in results}
+    assert len(placements) == 3  # others in every step
 
 
 def test_ranks_round_with_random_numbers_of_their_own():

@@ -36,7 +36,7 @@ def codec(
         back=work,
         wire=wire,
         back_wire={2: wire},
-        piece_numel=2**21,
+        chunk_numel=2**21,
         bulk=True,
         codes_local=False,
         error=error,

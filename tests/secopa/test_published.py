@@ -110,7 +110,7 @@ def test_the_counts_of_the_parameter_server():
 
 
 def test_equal_times_are_left_alone_and_few_slices_win():
-    """Catches: `<=`, and the last of equally good numbers of slices."""
+    """Catches: `<=`, and the last of equally good numbers of partitions."""
     flat, nothing = Line(fixed=1.0, slope=0.0), Line(fixed=0.0, slope=0.0)
     costs = Costs(
         num_nodes=4, codec=ANY, made_from="", size=flat, encode=nothing, decode=nothing,
@@ -125,7 +125,7 @@ def test_a_decision_has_both_times_and_a_reason():
     """Catches: a plan that cannot say why."""
     small, large = (decision(n, "PS", sosp21(4)) for n in (1000, 10**7))
     assert small.compressed_s > small.plain_s and large.compressed_s < large.plain_s
-    # By hand, for four slices of 2.5 million: gather, broadcast, encodes, decodes.
+    # By hand, for four partitions of 2.5 million: gather, broadcast, encodes, decodes.
     x = 2_500_000
     sent = 0.4193 + 0.22156 + (2.7156e-6 + 2.7157e-6) * x / 16
     worked = 4 * (0.058938 + 1.4133e-8 * x) + 6 * (0.13956 + 6.2041e-9 * x / 16)
@@ -178,7 +178,7 @@ def profile(device="cpu", cores=8.0, num_ranks=4, num_device_ranks=1):
             CodecCosts(
                 codec="onebit", encode=line, decode=Curve(fixed=2e-3, slope=1e-9), add=line,
                 back=line, wire=Curve(fixed=80.0, slope=0.125), back_wire={4: line},
-                piece_numel=2**20, bulk=True, codes_local=False,
+                chunk_numel=2**20, bulk=True, codes_local=False,
             ),
         ),
     )  # fmt: skip
@@ -236,7 +236,7 @@ def test_one_node():
 
 
 def test_slices_that_are_cut_by_size_are_counted():
-    """Catches: lines with another number of slices than the engine would cut."""
+    """Catches: lines with another number of partitions than the engine would cut."""
     gradients = tuple(
         GradientProfile(name=name, numel=numel, ready_s=0.0)
         for name, numel in (("a", 5 * 2**20), ("b", 5 * 2**20), ("c", 100), ("d", 7))
@@ -262,7 +262,7 @@ def test_slices_that_are_cut_by_size_are_counted():
 
 
 def test_a_small_model_is_cut_for_every_rank_in_lines_too():
-    """Catches: lines with one slice, where the engine gives every rank a part of a small model."""
+    """Catches: lines with one partition, where the engine gives every rank a part of a small model."""
     gradients = (GradientProfile(name="a", numel=10**6, ready_s=0.0),)
     model = ModelProfile(forward_s=0.0, backward_s=0.0, gradients=gradients)
     found = profile().model_copy(update={"model": model})

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hipress
-from hipress.casync.engine.recipe import Options, Recipe, codes_local, piece_numel
+from hipress.casync.engine.recipe import Options, Recipe, chunk_numel, codes_local
 from hipress.casync.graphs.partitions import Partitioner
 from hipress.casync.graphs.shape import Shape
 from hipress.errors import UsageError
@@ -143,7 +143,7 @@ def test_one_rank_stands_for_all(monkeypatch, strategy, num_ranks, num_layers):
     alone_s = Simulator(made, num_ranks).step_s(decisions)
     monkeypatch.setattr(simulate, "MOST_PLAYED", 64)
     all_s = Simulator(made, num_ranks).step_s(decisions)
-    # Few pieces do not divide among many ranks, so these are less alike.
+    # Few chunks do not divide among many ranks, so these are less alike.
     assert alone_s == pytest.approx(all_s, rel=0.05 if num_layers == 16 else 0.2)
 
 
@@ -171,7 +171,7 @@ def test_it_plays_the_graph_that_the_engine_runs(name, strategy):
     numels, num_ranks = (3_000_000, 4096, 100, 70_000), 4
     made_by = hipress.codec(name)
     dealer = Partitioner(num_ranks)
-    places = tuple(dealer.place(n, 2**19) for n in numels)
+    placements = tuple(dealer.place(n, 2**19) for n in numels)
     recipe = Recipe(
         names=tuple("abcd"),
         numels=numels,
@@ -183,15 +183,15 @@ def test_it_plays_the_graph_that_the_engine_runs(name, strategy):
         rank=1,
         hosts=(0, 1, 2, 3),
         ordered=False,
-        places=places,
+        placements=placements,
     )
     shape = Shape(
         numels=numels,
         hosts=(0, 1, 2, 3),
         strategy=strategy,
         codes_local=codes_local(made_by, num_ranks),
-        piece_numel=piece_numel(made_by, torch.device("cpu"), Options()),
-        places=places,
+        chunk_numel=chunk_numel(made_by, torch.device("cpu"), Options()),
+        placements=placements,
     )
     assert shape.graph(1) == recipe.graph
 

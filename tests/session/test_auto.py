@@ -489,7 +489,7 @@ def test_a_bucket_without_codec_is_left_to_torch_where_order_does_not_matter(mon
     gradient = SimpleNamespace(name="w", is_compressed=False)
     group = SimpleNamespace(
         gradients=(gradient,), spans=((0, 4),), names=("w",), codec=NONE, strategy="allreduce",
-        places=None, wants_rate=False, wants_weights=False,
+        placements=None, wants_rate=False, wants_weights=False,
     )  # fmt: skip
     assert made._exchange([group], torch.zeros(4)) == (["engine"] if ordered else "torch")
 

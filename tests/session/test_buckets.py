@@ -13,7 +13,7 @@ from hipress.session.selection import NONE, Choice
 
 def gradient(name, codec, numel=8):
     choice = Choice(codec=hipress.codec(codec) if codec else NONE, strategy="ps")
-    return Gradient(name=name, parameter=torch.zeros(numel), choice=choice, places=())
+    return Gradient(name=name, parameter=torch.zeros(numel), choice=choice, placements=())
 
 
 def test_what_is_compressed_goes_first_and_spans_follow_the_bucket():
@@ -83,5 +83,5 @@ def test_a_plan_says_which_start_first_and_travel_together():
     ):  # fmt: skip
         choice = Choice(codec=hipress.codec(text), strategy="ps", bulk=bulk, order=order)
         parameter = torch.zeros(4, 4)
-        found.append(Gradient(name=name, parameter=parameter, choice=choice, places=()))
+        found.append(Gradient(name=name, parameter=parameter, choice=choice, placements=()))
     assert [group.names for group in grouped(found)] == [("b",), ("a", "d"), ("c",)]

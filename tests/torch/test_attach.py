@@ -366,8 +366,8 @@ def test_a_plan_decides(choices):
 
 
 def test_a_plan_decides_on_slices(choices):
-    """Catches: a number of slices that is read and not followed."""
-    assert choices["file"]["slices"]["3.weight"] == 2
+    """Catches: a number of partitions that is read and not followed."""
+    assert choices["file"]["partitions"]["3.weight"] == 2
 
 
 def test_what_codec_none_leaves_alone_has_a_reason(told):

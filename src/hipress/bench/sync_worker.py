@@ -191,7 +191,7 @@ class _Worker:
         self._wait_for_device()
         dist.barrier()
         found = events[first:]
-        # Of one thread: several share the pieces.
+        # Of one thread: several share the chunks.
         num_threads = self.engine.executor.num_threads
         busy_ns = sum(e.end_ns - e.start_ns for e in found if e.queue == "compute")
         codec_s = busy_ns / 1e9 / num_threads

@@ -114,7 +114,7 @@ def profile(
     show(found, to_stderr=json)
     typer.echo(f"Wrote {output} in {time.monotonic() - started:.1f} s.", err=json)
     if json:
-        print(found.model_dump_json(indent=1))
+        print(found.model_dump_json(indent=1, by_alias=True))
 
 
 def in_a_job(environ: Mapping[str, str]) -> bool:

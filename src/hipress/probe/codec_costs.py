@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hipress.casync.engine.engine import Engine
-from hipress.casync.engine.recipe import Options, codes_local, forgetful, piece_numel
+from hipress.casync.engine.recipe import Options, chunk_numel, codes_local, forgetful
 from hipress.codecs.base import Codec, State
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.backends.threads import stay_on_this_thread
@@ -106,7 +106,7 @@ def points(
         names: Expressions, the same on all ranks.
         num_machine_ranks: Ranks that share a machine, and so are in each other's way.
         fresh: Measure, whatever is known.
-        most_numel: Of the largest gradient: on a GPU larger pieces are not measured.
+        most_numel: Of the largest gradient: on a GPU larger chunks are not measured.
         barrier: Returns when all ranks have called it; by the store if None.
         on_part: Told how far it is, from 0 to 1, and with what.
     """
@@ -193,7 +193,7 @@ def error_of(codec: Codec, x: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The memory of one piece."""
+    """The memory of one chunk."""
 
     x: torch.Tensor
     state: State
@@ -279,7 +279,7 @@ def _measure_one(
 
 
 def _slots(codec: Codec, back: Codec, numel: int, device: torch.device, many: int) -> list[_Slot]:
-    """Pieces to be used in turn: together larger than a cache, each used once already."""
+    """Chunks to be used in turn: together larger than a cache, each used once already."""
     generator = torch.Generator().manual_seed(numel)
     drawn = torch.randn(numel, generator=generator).to(device)
     found = []
@@ -344,7 +344,7 @@ def _costs(name: str, points: Points, device: torch.device, num_ranks: int) -> C
         back=Curve.fit(points["back"]),
         wire=_wire(codec, sizes),
         back_wire={count: _wire(codec.aggregator(count), sizes) for count in counts},
-        piece_numel=piece_numel(codec, device, Options()),
+        chunk_numel=chunk_numel(codec, device, Options()),
         bulk=isinstance(codec, ProgramCodec),
         codes_local=codes_local(codec, num_ranks),
         error=points[ERROR][0][1],

@@ -42,7 +42,7 @@ class Extent:
         return cls(tuple(sizes[: max(within, 2)]), room_numel)
 
     def num_slots(self, numel: int) -> int:
-        """Pieces of a size that are used in turn."""
+        """Chunks of a size that are used in turn."""
         room = MAX_SLOTS if self.room_numel is None else self.room_numel // numel
         return max(MIN_SLOTS, min(MAX_SLOTS, COLD_BYTES // (8 * numel), room))
 

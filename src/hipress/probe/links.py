@@ -184,7 +184,7 @@ class _Probe:
             # At most four times as much: links may let a burst pass and then be slow.
             wanted = int(size * ROUND_S / max(round_s, 1e-6))
             size = min(longest, max(2 * size, min(4 * size, wanted)))
-        # Several under way, as pieces are: in rounds that wait for each other links are idle at
+        # Several under way, as chunks are: in rounds that wait for each other links are idle at
         # the end of each. The last round has taken what an idle link lets pass at once.
         many = between(2, int(0.15 * self.budget_s / round_s), 8)
         samples = [sample(size, many) for _ in range(2)]

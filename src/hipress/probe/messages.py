@@ -10,12 +10,12 @@ import torch
 
 from hipress.casync.engine.engine import Engine
 from hipress.casync.graphs.graph import Verb
-from hipress.casync.graphs.partitions import Place
+from hipress.casync.graphs.partitions import Placement
 from hipress.codecs.table import codec as named_codec
 from hipress.probe.wire import Wire, between
 
 NUM_JOBS, NUM_ROUTES, TINY_NUMEL = 4, 4, 64
-"""Jobs under way at once when messages are counted, pieces of each, elements of a piece."""
+"""Jobs under way at once when messages are counted, chunks of each, elements of a chunk."""
 WARM_UP_STEPS = 3
 
 
@@ -31,7 +31,7 @@ def message_work_s(wire: Wire, budget_s: float) -> float:
         budget_s: Of the whole probe, of which this takes a tenth.
     """
     engine, routes = wire.engine, min(NUM_ROUTES, wire.num_ranks)
-    places = tuple(Place(k * TINY_NUMEL, (k + 1) * TINY_NUMEL, k) for k in range(routes))
+    placements = tuple(Placement(k * TINY_NUMEL, (k + 1) * TINY_NUMEL, k) for k in range(routes))
     values = [torch.zeros(routes * TINY_NUMEL, device=engine.device) for _ in range(NUM_JOBS)]
     names = [f"hipress probe {k}" for k in range(NUM_JOBS)]
     kept = {field.name: getattr(engine.stats, field.name) for field in fields(engine.stats)}
@@ -40,7 +40,7 @@ def message_work_s(wire: Wire, budget_s: float) -> float:
     def step() -> None:
         handles = [
             engine.allreduce(
-                [value], codec="none", strategy="ps", names=[name], places=[places], step=0
+                [value], codec="none", strategy="ps", names=[name], placements=[placements], step=0
             )
             for value, name in zip(values, names, strict=True)
         ]

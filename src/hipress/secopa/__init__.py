@@ -1,1 +1,1 @@
-"""SeCoPa: which gradients to compress, how, and in how many slices; what a step will take."""
+"""SeCoPa: which gradients to compress, how, and in how many partitions; what a step will take."""

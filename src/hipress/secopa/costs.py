@@ -20,7 +20,7 @@ class Step:
     """One task as a player needs it."""
 
     verb: Verb
-    piece: int
+    chunk: int
     work_s: float
     """Of a computing task."""
     num_bytes: float
@@ -30,7 +30,7 @@ class Step:
     kind: int
     """Of a message: what both ends call the slot."""
     depth: int
-    """In the life of its piece."""
+    """In the life of its chunk."""
     num_needs: int
     followers: tuple[int, ...]
 
@@ -49,9 +49,9 @@ class Script:
 
     @cached_property
     def receives(self) -> dict[tuple[int, int, int], int]:
-        """By piece, kind and sender, the step that takes a message in."""
+        """By chunk, kind and sender, the step that takes a message in."""
         return {
-            (step.piece, step.kind, step.peer): place
+            (step.chunk, step.kind, step.peer): place
             for place, step in enumerate(self.steps)
             if step.verb is Verb.RECV
         }
@@ -92,7 +92,7 @@ class _Pricer:
             found.append(
                 Step(
                     verb=task.verb,
-                    piece=slot.piece,
+                    chunk=slot.chunk,
                     work_s=self.work_s(task) if computes else 0.0,
                     num_bytes=0.0 if computes else self.num_bytes(slot),
                     peer=(task.to or task.of or (-1,))[0],
@@ -105,7 +105,7 @@ class _Pricer:
         return found
 
     def num_bytes(self, slot: Slot) -> float:
-        numel = self.numels[slot.piece]
+        numel = self.numels[slot.chunk]
         if slot.kind is Kind.FRAME:
             return self.costs.wire.at(numel)
         if slot.kind in FRAMES:
@@ -113,7 +113,7 @@ class _Pricer:
         return float(numel * self.width)
 
     def work_s(self, task: Task) -> float:
-        numel = self.numels[task.piece]
+        numel = self.numels[task.chunk]
         if task.verb is Verb.ENCODE:
             return self._made(task.writes[0], numel)
         if task.verb is Verb.DECODE:

@@ -163,7 +163,7 @@ class Player:
 
         def done() -> None:
             self.idle += 1
-            self.note(step.verb.value, running.index, step.piece, "compute", start_s)
+            self.note(step.verb.value, running.index, step.chunk, "compute", start_s)
             self.release(running, place)
             self._next()
 
@@ -194,13 +194,13 @@ class Player:
         if self.is_alone:
             targets = running.with_sends.get(place, [])
         else:
-            targets = [(there.script.receives[step.piece, step.kind, self.rank], 0.0)]
+            targets = [(there.script.receives[step.chunk, step.kind, self.rank], 0.0)]
 
         def passed(share: float, last: bool) -> None:
             for target, delay_s in targets:
                 peer.take(there, target, share, last, delay_s)
             if last:
-                self.note("send", running.index, step.piece, "send", start_s, step.num_bytes)
+                self.note("send", running.index, step.chunk, "send", start_s, step.num_bytes)
                 self.release(running, place)
 
         def go() -> None:
@@ -236,7 +236,7 @@ class Player:
     def _received(self, running: Running, place: int) -> None:
         step, start_s = running.steps[place], running.start_s
         assert start_s is not None
-        self.note("recv", running.index, step.piece, "recv", start_s, step.num_bytes)
+        self.note("recv", running.index, step.chunk, "recv", start_s, step.num_bytes)
         self.release(running, place)
 
     def _hops(self) -> Hops:
@@ -276,7 +276,7 @@ class Player:
         def all_done() -> None:
             for player in players:
                 player.note(
-                    "all_reduce", running.index, step.piece, "communicate", start_s, step.num_bytes
+                    "all_reduce", running.index, step.chunk, "communicate", start_s, step.num_bytes
                 )
                 player.release(player.running[running.index], place)
 
@@ -290,7 +290,7 @@ class Player:
         self,
         verb: str,
         job: int,
-        piece: int,
+        chunk: int,
         queue: str,
         start_s: float,
         num_bytes: float | None = None,
@@ -298,4 +298,4 @@ class Player:
         spans = self.cluster.spans
         if spans is not None:
             end_s = self.clock.now_s
-            spans.append(Span(self.rank, verb, job, piece, queue, start_s, end_s, num_bytes))
+            spans.append(Span(self.rank, verb, job, chunk, queue, start_s, end_s, num_bytes))

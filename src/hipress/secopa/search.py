@@ -274,7 +274,7 @@ class _Search:
         num_ranks = self.simulator.num_ranks
         partition_numbers = [None, num_ranks, 2 * num_ranks]
         if len(self.simulator.ranks) == num_ranks:
-            # One rank that stands for all is not like the others where pieces are few.
+            # One rank that stands for all is not like the others where chunks are few.
             partition_numbers.append(1)
         found: list[Callable[[GradientProfile], Decision]] = [self._plain]
         for codec in self._usable(like):

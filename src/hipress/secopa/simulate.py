@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hipress.casync.graphs.partitions import PIECE_NUMEL, Partitioner, Place
-from hipress.casync.graphs.shape import Shape, slice_numel
+from hipress.casync.graphs.partitions import CHUNK_NUMEL, Partitioner, Placement
+from hipress.casync.graphs.shape import Shape, partition_numel
 from hipress.errors import UsageError
 from hipress.plan import Decision, Plan
 from hipress.profile import CodecCosts, Curve, GradientProfile, Profile
@@ -34,7 +34,7 @@ FREE = CodecCosts(
     back=_NOTHING,
     wire=_FLOATS,
     back_wire={2: _FLOATS},
-    piece_numel=PIECE_NUMEL,
+    chunk_numel=CHUNK_NUMEL,
     bulk=True,
     codes_local=False,
 )
@@ -135,28 +135,28 @@ class Simulator:
                 self._job(number, "allreduce", "none", bucket, None)
                 for number, bucket in enumerate(self.buckets)
             ]
-        places = self._places(decisions)
+        placements = self._places(decisions)
         jobs = []
         for number, bucket in enumerate(self.buckets):
             for group in groups(bucket, decisions):
                 first = decisions.get(group[0].name, LEFT_ALONE)
-                known = tuple(places[g.name] for g in group) if first.codec != "none" else None
+                known = tuple(placements[g.name] for g in group) if first.codec != "none" else None
                 jobs.append(self._job(number, first.strategy, first.codec, group, known))
         return jobs
 
-    def _places(self, decisions: Mapping[str, Decision]) -> dict[str, tuple[Place, ...]]:
-        """The slices of every compressed gradient, dealt out as the engine does."""
+    def _places(self, decisions: Mapping[str, Decision]) -> dict[str, tuple[Placement, ...]]:
+        """The partitions of every compressed gradient, dealt out as the engine does."""
         dealer = Partitioner(self.num_ranks)
         on_gpu = self.profile.machine.device == "cuda"
         full = int((self.model.bucket_mb or BUCKET_MB) * 2**20) // 4
         bucket_numel = min(full, self.model.num_elements)
-        found: dict[str, tuple[Place, ...]] = {}
+        found: dict[str, tuple[Placement, ...]] = {}
         for gradient in self.model.gradients:
             made = decisions.get(gradient.name, LEFT_ALONE)
             if made.codec == "none":
                 continue
             costs = self.profile.codec(made.codec)
-            most = slice_numel(costs.piece_numel, bucket_numel, self.num_ranks, on_gpu=on_gpu)
+            most = partition_numel(costs.chunk_numel, bucket_numel, self.num_ranks, on_gpu=on_gpu)
             found[gradient.name] = dealer.place(gradient.numel, most, made.partitions)
         return found
 
@@ -166,11 +166,11 @@ class Simulator:
         strategy: str,
         codec: str,
         group: Sequence[GradientProfile],
-        places: tuple[tuple[Place, ...], ...] | None,
+        placements: tuple[tuple[Placement, ...], ...] | None,
     ) -> Job:
-        key = (strategy, codec, tuple(g.numel for g in group), places)
+        key = (strategy, codec, tuple(g.numel for g in group), placements)
         if key not in self._scripts:
-            self._scripts[key] = self._made(strategy, codec, group, places)
+            self._scripts[key] = self._made(strategy, codec, group, placements)
         title = group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} more"
         return Job(
             name=title,
@@ -184,7 +184,7 @@ class Simulator:
         strategy: str,
         codec: str,
         group: Sequence[GradientProfile],
-        places: tuple[tuple[Place, ...], ...] | None,
+        placements: tuple[tuple[Placement, ...], ...] | None,
     ) -> tuple[Script, ...]:
         is_plain = strategy == "allreduce" and codec == "none"
         none = next((costs for costs in self.profile.codecs if costs.codec == "none"), FREE)
@@ -196,8 +196,8 @@ class Simulator:
             is_plain=is_plain,
             bulk=is_plain or costs.bulk,
             codes_local=costs.codes_local,
-            piece_numel=costs.piece_numel,
-            places=places,
+            chunk_numel=costs.chunk_numel,
+            placements=placements,
         )
         ranks = self.ranks if len(self.ranks) == self.num_ranks else (stand_in(shape),)
         return tuple(script(shape, rank, costs, none, self.model.element_bytes) for rank in ranks)

@@ -38,7 +38,7 @@ class Span:
     verb: str
     job: int
     """-1: the model."""
-    piece: int
+    chunk: int
     queue: str
     start_s: float
     end_s: float

@@ -36,13 +36,13 @@ class Hops:
     """The depth from which on the result is only handed on."""
 
     def delay_s(self, start: int, stop: int, num_bytes: float, work_s: float) -> float:
-        """From one depth in the life of a piece to another.
+        """From one depth in the life of a chunk to another.
 
         Args:
             start: The depth that is known.
             stop: The one of the message.
-            num_bytes: Of a message of the piece.
-            work_s: Of one rank on the piece.
+            num_bytes: Of a message of the chunk.
+            work_s: Of one rank on the chunk.
         """
         pass_s = self.message_s + num_bytes * self.byte_s
         merging = max(min(stop, self.last_merge) - start, 0) / MERGE_DEPTHS
@@ -53,7 +53,7 @@ class Hops:
 def mirrors(steps: Sequence[Step], hops: Hops) -> tuple[Mirrors, Mirrors]:
     """Pairs receives with sends, and with other steps where there is no such send.
 
-    A receive is one below its send in the life of a piece, so it is paired with a send of the
+    A receive is one below its send in the life of a chunk, so it is paired with a send of the
     same kind one above it; where the rank has none, with one further up and a while later. Depth
     only grows, so nothing waits for itself.
 
@@ -75,19 +75,19 @@ def mirrors(steps: Sequence[Step], hops: Hops) -> tuple[Mirrors, Mirrors]:
         elif step.verb is Verb.RECV:
             receives.setdefault((step.kind, step.depth - 1), []).append(place)
         elif step.verb is Verb.ENCODE:
-            encodes.setdefault(step.piece, place)
-        works[step.piece] = max(works.get(step.piece, 0.0), step.work_s)
+            encodes.setdefault(step.chunk, place)
+        works[step.chunk] = max(works.get(step.chunk, 0.0), step.work_s)
     with_sends: Mirrors = {}
     with_others: Mirrors = {}
-    for (kind, depth), places in receives.items():
+    for (kind, depth), placements in receives.items():
         known = [above for above in sends.get(kind, ()) if above <= depth]
         own = sends[kind][max(known)] if known else []
-        for k, place in enumerate(places):
+        for k, place in enumerate(placements):
             step = steps[place]
             if own:
-                found, source, start = with_sends, own[k * len(own) // len(places)], max(known)
+                found, source, start = with_sends, own[k * len(own) // len(placements)], max(known)
             else:
-                found, source, start = with_others, encodes.get(step.piece, BEGIN), 1
-            delay_s = hops.delay_s(start, depth, step.num_bytes, works[step.piece])
+                found, source, start = with_others, encodes.get(step.chunk, BEGIN), 1
+            delay_s = hops.delay_s(start, depth, step.num_bytes, works[step.chunk])
             found.setdefault(source, []).append((place, delay_s))
     return with_sends, with_others

@@ -28,7 +28,7 @@ def _event(span: Span, simulated: Simulated) -> Event:
     return Event(
         verb=span.verb,
         name=job.name if job else "",
-        piece=span.piece,
+        piece=span.chunk,
         queue=span.queue,
         start_ns=round(span.start_s * 1e9),
         end_ns=round(span.end_s * 1e9),

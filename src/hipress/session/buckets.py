@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hipress.casync.graphs.partitions import Place
+from hipress.casync.graphs.partitions import Placement
 from hipress.codecs.base import Codec
 from hipress.session.selection import Choice
 from hipress.torch import optimizer_checks
@@ -21,7 +21,7 @@ class Gradient:
     name: str
     parameter: torch.Tensor
     choice: Choice
-    places: tuple[Place, ...]
+    placements: tuple[Placement, ...]
 
     @property
     def is_compressed(self) -> bool:
@@ -36,7 +36,7 @@ class Group:
     codec: Codec
     strategy: str
     gradients: tuple[Gradient, ...]
-    places: tuple[tuple[Place, ...], ...] | None
+    placements: tuple[tuple[Placement, ...], ...] | None
     spans: tuple[tuple[int, int], ...]
     """Of each in the bucket's buffer."""
     wants_rate: bool
@@ -81,7 +81,7 @@ def grouped(
                 codec=codec,
                 strategy=strategy,
                 gradients=inside,
-                places=tuple(g.places for g in inside) if inside[0].is_compressed else None,
+                placements=tuple(g.placements for g in inside) if inside[0].is_compressed else None,
                 spans=tuple(span for _, span in members),
                 wants_rate="momentum" in codec.init(torch.zeros(1)),
                 wants_weights=optimizer_checks.decays(codec),

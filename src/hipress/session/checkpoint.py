@@ -8,7 +8,7 @@
     mean        name: what all of it comes to, for a run with another number of ranks
     owed        name: what every rank adds to its next gradient besides; mostly zero
 
-All is by element, nothing by piece or bucket: how gradients are cut may change between runs.
+All is by element, nothing by chunk or bucket: how gradients are cut may change between runs.
 """
 
 from __future__ import annotations

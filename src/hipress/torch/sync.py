@@ -23,9 +23,9 @@ from torch import nn
 from hipress import settings as hipress_settings
 from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.handle import joint
-from hipress.casync.engine.recipe import piece_numel
-from hipress.casync.graphs.partitions import Partitioner, Place
-from hipress.casync.graphs.shape import slice_numel
+from hipress.casync.engine.recipe import chunk_numel
+from hipress.casync.graphs.partitions import Partitioner, Placement
+from hipress.casync.graphs.shape import partition_numel
 from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.session import checkpoint, replicas, selection
@@ -245,16 +245,16 @@ class Sync:
         assert self._dealer is not None and self._engine is not None
         decider = self.rules if self.auto is None else self.auto
         choice = decider.choice(name, parameter, self.sparse)
-        places: tuple[Place, ...] = ()
+        placements: tuple[Placement, ...] = ()
         if choice.codec.name != "none":
-            most = slice_numel(
-                piece_numel(choice.codec, parameter.device, self._engine.options),
+            most = partition_numel(
+                chunk_numel(choice.codec, parameter.device, self._engine.options),
                 self.settings.bucket_numel,
                 self._engine.transport.num_ranks,
                 on_gpu=parameter.is_cuda,
             )
-            places = self._dealer.place(parameter.numel(), most, choice.partitions)
-        gradient = Gradient(name=name, parameter=parameter, choice=choice, places=places)
+            placements = self._dealer.place(parameter.numel(), most, choice.partitions)
+        gradient = Gradient(name=name, parameter=parameter, choice=choice, placements=placements)
         self.gradients[name] = gradient
         self._by_parameter[id(parameter)] = gradient
         return gradient
@@ -342,7 +342,7 @@ class Sync:
                 codec=group.codec if warm else NONE,
                 strategy=group.strategy if warm else "ps",
                 names=group.names,
-                places=group.places if warm else None,
+                placements=group.placements if warm else None,
                 step=self.step,
                 lr_ratio=self._lr_ratios.get(first) if group.wants_rate else None,
                 weights=self._weights(group) if group.wants_weights else None,

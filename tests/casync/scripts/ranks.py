@@ -169,7 +169,7 @@ def pipelining(rank, num_ranks, numel, tries):
     """How often a decode or merge was over before the last encode began."""
     found = []
     for pipelined in (True, False):
-        engine = engine_of(None, CPU, Options(pipelined=pipelined, piece_numel=2**18))
+        engine = engine_of(None, CPU, Options(pipelined=pipelined, chunk_numel=2**18))
         value, times = gradient(numel, rank), 0
         engine.allreduce([value], codec="onebit", name="w").wait()
         events = engine.record()

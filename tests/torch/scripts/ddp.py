@@ -460,7 +460,7 @@ def choices(rank, num_ranks, folder):
             "codecs": {n: g.choice.codec.name for n, g in sync.gradients.items()},
             "strategies": {n: g.choice.strategy for n, g in sync.gradients.items()},
             "kept": sorted({key.name for key, _ in sync.engine.keeper}),
-            "slices": {n: len(g.places) for n, g in sync.gradients.items()},
+            "partitions": {n: len(g.placements) for n, g in sync.gradients.items()},
             "skipped": sync.stats().skipped,
             "bits": bits(module),
         }

@@ -24,7 +24,7 @@ from hipress.casync.engine.recipe import Options, Recipe, forgetful
 from hipress.casync.engine.state_store import StateStore
 from hipress.casync.engine.transport import LinkError, Transport
 from hipress.casync.graphs import strategies
-from hipress.casync.graphs.partitions import Place
+from hipress.casync.graphs.partitions import Placement
 from hipress.casync.ranks.agreement import Agreement
 from hipress.casync.ranks.heartbeats import Health
 from hipress.codecs import frame, tensors
@@ -149,7 +149,7 @@ class Engine:
         strategy: str = "ps",
         name: str | None = None,
         names: Sequence[str] | None = None,
-        places: Sequence[tuple[Place, ...]] | None = None,
+        placements: Sequence[tuple[Placement, ...]] | None = None,
         step: int | None = None,
         total: bool = False,
         lr_ratio: float | None = None,
@@ -163,9 +163,9 @@ class Engine:
             codec: An expression, or a codec.
             strategy: `ps`, `ring`, `hierarchical` or `allreduce`.
             name: Keys the codec's state, and so its error feedback; without it there is none.
-            names: Instead, one for each tensor. With `places` a tensor keeps its state when it
+            names: Instead, one for each tensor. With `placements` a tensor keeps its state when it
                 travels with others than before.
-            places: For each tensor its slices and their routes (see `Partitioner`).
+            placements: For each tensor its partitions and their routes (see `Partitioner`).
             step: Of training; counted for each name if None.
             total: The sum instead of the mean.
             lr_ratio: The last step's learning rate over this one's, for codecs with momentum.
@@ -176,7 +176,7 @@ class Engine:
             alone = len(values) == 1
             names = (name,) if alone else tuple(f"{name}[{k}]" for k in range(len(values)))
         named = None if names is None else tuple(names)
-        recipe, key = self._recipe(values, codec, strategy, named, places, total)
+        recipe, key = self._recipe(values, codec, strategy, named, placements, total)
         if named is not None and (before := self._last.get(key)) is not None:
             before.settle()  # its job and its state are in use
         with self._lock:
@@ -373,7 +373,7 @@ class Engine:
         codec: str | Codec,
         strategy: str,
         names: tuple[str, ...] | None,
-        places: Sequence[tuple[Place, ...]] | None,
+        placements: Sequence[tuple[Placement, ...]] | None,
         total: bool,
     ) -> tuple[Recipe, tuple[Any, ...]]:
         if not values:
@@ -385,7 +385,7 @@ class Engine:
         if recipe is None or any(
             v.dtype != recipe.dtype or v.device != recipe.device for v in values
         ):
-            recipe = self._new_recipe(key, values, codec, strategy, names, places, total)
+            recipe = self._new_recipe(key, values, codec, strategy, names, placements, total)
         return recipe, key
 
     def _new_recipe(
@@ -395,7 +395,7 @@ class Engine:
         codec: str | Codec,
         strategy: str,
         names: tuple[str, ...] | None,
-        places: Sequence[tuple[Place, ...]] | None,
+        placements: Sequence[tuple[Placement, ...]] | None,
         total: bool,
     ) -> Recipe:
         strategies.check(strategy)
@@ -423,7 +423,7 @@ class Engine:
             ordered=self.transport.ordered,
             number=self._num_agreed + 1,
             options=self.options,
-            places=None if places is None else tuple(places),
+            placements=None if placements is None else tuple(placements),
         )
         replaced = self._replaced(recipe)
         told = f"allreduce of {recipe.name!r}" if recipe.name else "an allreduce"
@@ -487,7 +487,7 @@ class Engine:
             "kind of device": self.device.type,
             "pipelining": self.options.pipelined,
             "bulk": self.options.bulk,
-            "elements of a piece": self.options.piece_numel,
+            "elements of a chunk": self.options.chunk_numel,
             "compression on the CPU": self.options.compress_on_cpu,
             "seed": self._seed,
         }
@@ -511,11 +511,11 @@ def _changed(old: Recipe, new: Recipe, name: str, place: int) -> list[str]:
     before_at = (old.names or ()).index(name)
     if not (old.remembers and new.remembers):
         return []
-    if old.places is None or new.places is None:
+    if old.placements is None or new.placements is None:
         return [fact for fact, value in now.items() if value != before[fact]]
     same = ("codec", "codec program", "strategy", "operation", "dtype")
     changed = [fact for fact in same if before[fact] != now[fact]]
-    if old.places[before_at] != new.places[place]:
+    if old.placements[before_at] != new.placements[place]:
         changed.append("number of elements or place")
     return changed
 

@@ -50,7 +50,7 @@ class Executor(Running):
         transport: With tags.
         device: Where gradients are; on a GPU work goes to a stream of its own.
         explain: Called with what a thread ran into; returns the error that callers get.
-        num_threads: Of the computing queue; pieces share them, so each task runs on one. Work
+        num_threads: Of the computing queue; chunks share them, so each task runs on one. Work
             for a GPU is started by one thread.
     """
 
@@ -87,14 +87,14 @@ class Executor(Running):
         """
         self.take(job)
         # Receives first: what the others send can then flow while this rank still encodes.
-        places = [place for place, needs in enumerate(job.recipe.num_needs) if needs == 0]
+        positions = [place for place, needs in enumerate(job.recipe.num_needs) if needs == 0]
         tasks = job.recipe.graph.tasks
-        for place in places:
+        for place in positions:
             if tasks[place].verb is Verb.RECV:
                 self._dispatch(job, place)
         if not tasks:  # empty tensors
             self.finish(job)
-        rest = [place for place in places if tasks[place].verb is not Verb.RECV]
+        rest = [place for place in positions if tasks[place].verb is not Verb.RECV]
         if ready is None:
             for place in rest:
                 self._dispatch(job, place)
@@ -171,9 +171,9 @@ class Executor(Running):
 
     def _open_gates(self) -> None:
         while (found := self._gated.get()) is not None:
-            ready, job, places = found
+            ready, job, positions = found
             ready.synchronize()
-            for place in places:
+            for place in positions:
                 self._dispatch(job, place)
 
     def _communicate(self) -> None:
@@ -203,7 +203,7 @@ class Executor(Running):
                 self.record(job, place, "send", start_ns)
                 self._release(job, place)
         else:
-            pending = self.transport.all_reduce(job.addend(task.piece))
+            pending = self.transport.all_reduce(job.addend(task.chunk))
             self._wait_for(-1, job, place, pending, start_ns)
 
     def _wait_for(self, waiter: int, job: Job, place: int, pending: Pending, start_ns: int) -> None:

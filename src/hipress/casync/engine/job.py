@@ -73,13 +73,13 @@ class Job:
         self.device = torch.device("cpu") if recipe.options.compress_on_cpu else recipe.device
         self.parts = [
             Part(
-                slices,
+                partitions,
                 None if recipe.is_plain else recipe.codec,
                 recipe.dtype,
                 home=recipe.device,
                 device=self.device,
             )
-            for slices in recipe.layout.members
+            for partitions in recipe.layout.members
         ]
         self._elements = [Elements(part, on_host) for part in self.parts]
         self._received = {slot for task in recipe.graph.tasks if task.of for slot in task.writes}
@@ -162,9 +162,9 @@ class Job:
         self._pointers = []
         self.on_done = lambda error: None
 
-    def addend(self, piece: int) -> torch.Tensor:
+    def addend(self, chunk: int) -> torch.Tensor:
         """What the transport's all-reduce adds up; a mean of 16 bits in shares, or it overflows."""
-        elements = self.parts[piece].gather()
+        elements = self.parts[chunk].gather()
         if self._shares_first:
             elements.mul_(1.0 / len(self.recipe.hosts))
         return elements
@@ -175,7 +175,7 @@ class Job:
 
     def tag(self, slot: Slot) -> int:
         """The lower half of a message's tag."""
-        return slot.piece * 4 + _TAGS[slot.kind]
+        return slot.chunk * 4 + _TAGS[slot.kind]
 
     # Binding: once for each phase of the codec.
 
@@ -213,9 +213,9 @@ class Job:
 
     def _cell(self, slot: Slot, codec: Codec) -> Cell:
         """The memory of a slot, in the size that this phase needs."""
-        part = self.parts[slot.piece]
+        part = self.parts[slot.chunk]
         if slot.kind is Kind.GRADIENT:
-            return self._elements[slot.piece]
+            return self._elements[slot.chunk]
         if slot.kind in (Kind.PLAIN, Kind.RAW):
             if slot not in self._cells:
                 dtype = self.recipe.dtype if slot.kind is Kind.RAW else torch.float32
@@ -232,12 +232,12 @@ class Job:
     def _state(self, slot: Slot, coder: Codec | Bulk) -> State:
         """The state for making a frame; all phases share one."""
         if slot not in self._states:
-            part, recipe = self.parts[slot.piece], self.recipe
+            part, recipe = self.parts[slot.chunk], self.recipe
             shape = torch.empty(part.numel, device=self.device)
             stream = recipe.rank if slot.kind is Kind.FRAME else len(recipe.hosts) + recipe.rank
             if recipe.codec.shares_stream:
                 stream = 0
-            seeds = [self._seed_of(tensor, start) for tensor, start, _ in part.slices]
+            seeds = [self._seed_of(tensor, start) for tensor, start, _ in part.partitions]
             state = coder.init(shape, seed=seeds[0], stream=stream)
             bulk = coder if isinstance(coder, Bulk) else None
             if bulk is not None and "seed" in state:
@@ -245,19 +245,19 @@ class Job:
             if recipe.names is not None:
                 keys = [
                     Key(recipe.names[tensor], start, stop, slot.kind, slot.merged)
-                    for tensor, start, stop in part.slices
+                    for tensor, start, stop in part.partitions
                 ]
                 self._keeper.adopt(keys, state, bulk)
             if "weight" in state:
                 views = [state["weight"]] if bulk is None else bulk.views(state["weight"])
                 self._weights += [
-                    (view, *part) for view, part in zip(views, part.slices, strict=True)
+                    (view, *part) for view, part in zip(views, part.partitions, strict=True)
                 ]
             self._states[slot] = state
         return self._states[slot]
 
     def _seed_of(self, tensor: int, start: int) -> int:
-        """The same for a slice whatever travels with it."""
+        """The same for a partition whatever travels with it."""
         names = self.recipe.names
         name = names[tensor] if names is not None else f"{tensor}"
         own = zlib.crc32(f"{name}[{start}]".encode())
@@ -266,7 +266,7 @@ class Job:
     def _read(self, slot: Slot, codec: Codec) -> Callable[[], torch.Tensor]:
         """What gives the elements or the frame of a slot."""
         if slot.kind is Kind.GRADIENT:
-            return self.parts[slot.piece].gather
+            return self.parts[slot.chunk].gather
         cell = self._cell(slot, codec)
         if slot in self._received and cell.staged:
             return cell.fetch
@@ -276,7 +276,7 @@ class Job:
     def _encode(self, task: Task, codec: Codec) -> Callable[[], object]:
         slot = task.writes[0]
         made_by = self._codec_of(slot, codec)
-        coder = self.parts[slot.piece].coder(made_by)
+        coder = self.parts[slot.chunk].coder(made_by)
         state = self._state(slot, coder)
         read, cell = self._read(task.reads[0], codec), self._cell(slot, codec)
         encode, out, publish = coder.encode, cell.device, cell.publish
@@ -291,7 +291,7 @@ class Job:
 
     def _decode(self, task: Task, codec: Codec) -> Callable[[], object]:
         slot, target = task.reads[0], task.writes[0]
-        part = self.parts[slot.piece]
+        part = self.parts[slot.chunk]
         decode = part.coder(self._codec_of(slot, codec)).decode
         read = self._read(slot, codec)
         if target.kind is not Kind.GRADIENT:
@@ -307,7 +307,7 @@ class Job:
 
     def _merge(self, task: Task, codec: Codec) -> Callable[[], object]:
         target = task.writes[0]
-        part = self.parts[target.piece]
+        part = self.parts[target.chunk]
         adds = [
             self._adder(slot, weight, codec, first=k == 0)
             for k, (slot, weight) in enumerate(zip(task.reads, task.weights, strict=True))
@@ -372,12 +372,12 @@ class Job:
             if first:
                 return lambda mean: mean.copy_(read()).mul_(weight)
             return lambda mean: mean.add_(read(), alpha=weight)
-        decode = self.parts[slot.piece].coder(self._codec_of(slot, codec)).decode
+        decode = self.parts[slot.chunk].coder(self._codec_of(slot, codec)).decode
         return lambda mean: decode(read(), out=mean, add=not first, alpha=weight)
 
     def _sum_up(self, task: Task) -> Callable[[], object]:
         """What follows an all-reduce: the mean, handed out."""
-        part = self.parts[task.piece]
+        part = self.parts[task.chunk]
         done = self.recipe.total or self._shares_first
         scale = 1.0 if done else 1.0 / len(self.recipe.hosts)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hipress.casync.graphs.partitions import Slice
+from hipress.casync.graphs.partitions import Partition
 from hipress.codecs.base import Codec
 from hipress.codecs.bulk import Bulk
 
@@ -132,10 +132,10 @@ class Elements(Cell):
 
 
 class Part:
-    """A piece of the graph: some slices that travel together.
+    """A chunk of the graph: some partitions that travel together.
 
     Args:
-        slices: Of the caller's tensors.
+        partitions: Of the caller's tensors.
         codec: Decides how several lie side by side; None: without gaps.
         dtype: Of the tensors.
         home: Where the tensors are.
@@ -144,15 +144,15 @@ class Part:
 
     def __init__(
         self,
-        slices: Sequence[Slice],
+        partitions: Sequence[Partition],
         codec: Codec | None,
         dtype: torch.dtype,
         *,
         home: torch.device,
         device: torch.device,
     ) -> None:
-        self.slices = slices
-        numels = [part.numel for part in slices]
+        self.partitions = partitions
+        numels = [part.numel for part in partitions]
         starts = [sum(numels[:k]) for k in range(len(numels))]
         self.numel = sum(numels)
         self._numels = numels
@@ -175,7 +175,7 @@ class Part:
 
     def hold(self, flats: Sequence[torch.Tensor]) -> None:
         """Takes the gradients of this step."""
-        views = [flats[part.tensor][part.start : part.stop] for part in self.slices]
+        views = [flats[part.tensor][part.start : part.stop] for part in self.partitions]
         if self._staged:
             self._originals = views
         else:

@@ -91,7 +91,7 @@ class OrderedExecutor(Running):
         assert message is not None
         task = job.recipe.graph.tasks[place]
         if task.verb is Verb.ALL_REDUCE:
-            finish(self.transport.all_reduce(job.addend(task.piece)))
+            finish(self.transport.all_reduce(job.addend(task.chunk)))
             assert work is not None
             work()
             return

@@ -24,13 +24,13 @@ class Options:
     """Switches of the engine, the same on all ranks; each turns one part off for an ablation."""
 
     pipelined: bool = True
-    """Cut gradients into pieces that overtake each other."""
+    """Cut gradients into chunks that overtake each other."""
     bulk: bool = True
     """Put small gradients into one frame."""
     compress_on_cpu: bool = False
     """Run codecs on the host although the gradient is on a GPU."""
-    piece_numel: int | None = None
-    """Elements of a piece; by the kind of device if None."""
+    chunk_numel: int | None = None
+    """Elements of a chunk; by the kind of device if None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +54,15 @@ class Recipe:
     number: int = 0
     """In the order in which ranks agreed on recipes; part of the tags of messages."""
     options: Options = field(default_factory=Options)
-    places: tuple[tuple[partitions.Place, ...], ...] | None = None
-    """For each tensor its slices and their routes, where those must not depend on the others."""
+    placements: tuple[tuple[partitions.Placement, ...], ...] | None = None
+    """For each tensor its partitions and their routes, where those must not depend on the others."""
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """For people: the gradients of each piece, and which part of them."""
+        """For people: the gradients of each chunk, and which part of them."""
         return tuple(self._label(members) for members in self.layout.members)
 
-    def _label(self, members: Sequence[partitions.Slice]) -> str:
+    def _label(self, members: Sequence[partitions.Partition]) -> str:
         texts = []
         for tensor, start, stop in members[:4]:
             text = self.names[tensor] if self.names is not None else f"tensor {tensor}"
@@ -93,10 +93,10 @@ class Recipe:
             is_plain=self.is_plain,
             bulk=options.bulk and (self.is_plain or isinstance(self.codec, ProgramCodec)),
             codes_local=codes_local(self.codec, len(self.hosts)),
-            piece_numel=piece_numel(self.codec, self.device, options),
+            chunk_numel=chunk_numel(self.codec, self.device, options),
             pipelined=options.pipelined,
             ordered=self.ordered,
-            places=self.places,
+            placements=self.placements,
         )
 
     @property
@@ -137,17 +137,17 @@ class Recipe:
             "pipelining": self.options.pipelined,
             "bulk": self.options.bulk,
             "compression on the CPU": self.options.compress_on_cpu,
-            "number of pieces": len(self.layout.routes),
+            "number of chunks": len(self.layout.routes),
             "routes": list(self.layout.routes),
         }
 
 
-def piece_numel(codec: Codec, device: torch.device, options: Options) -> int:
-    """Elements of a piece: as many as encode well, fewer where that makes a long message."""
-    if options.piece_numel is not None:
-        return options.piece_numel
+def chunk_numel(codec: Codec, device: torch.device, options: Options) -> int:
+    """Elements of a chunk: as many as encode well, fewer where that makes a long message."""
+    if options.chunk_numel is not None:
+        return options.chunk_numel
     on_gpu = device.type == "cuda" and not options.compress_on_cpu
-    return shape.piece_numel(codec.wire_bytes, on_gpu=on_gpu)
+    return shape.chunk_numel(codec.wire_bytes, on_gpu=on_gpu)
 
 
 def codes_local(codec: Codec, num_ranks: int) -> bool:

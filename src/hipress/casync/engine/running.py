@@ -88,8 +88,8 @@ class Running:
                 Event(
                     verb=verb,
                     name=job.recipe.name,
-                    label=job.recipe.labels[task.piece],
-                    piece=task.piece,
+                    label=job.recipe.labels[task.chunk],
+                    piece=task.chunk,
                     queue=queue,
                     wire_bytes=_wire_bytes(job.bound.messages[place]),
                     start_ns=start_ns,

@@ -1,7 +1,7 @@
 """The codecs' memory by gradient: it outlives jobs, and how gradients are put together.
 
-A job's codecs work on tensors of their own, one for each piece. What the keeper holds are views of
-them, one for each slice of a gradient, so that the next job, which may put other gradients
+A job's codecs work on tensors of their own, one for each chunk. What the keeper holds are views of
+them, one for each partition of a gradient, so that the next job, which may put other gradients
 together, starts where this one ended.
 """
 
@@ -19,7 +19,7 @@ from hipress.codecs.bulk import Bulk
 
 
 class Key(NamedTuple):
-    """Whose memory it is: a slice of a gradient, and what this rank encodes there."""
+    """Whose memory it is: a partition of a gradient, and what this rank encodes there."""
 
     name: str
     start: int
@@ -31,20 +31,20 @@ class Key(NamedTuple):
 
 
 class StateStore:
-    """What codecs remember, as tensors by name, for every slice of every gradient."""
+    """What codecs remember, as tensors by name, for every partition of every gradient."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[Key, State]] = {}
         self._offers: dict[tuple[str, Kind, int], State] = {}
-        """Of whole gradients, for slices that no job has worked on yet."""
+        """Of whole gradients, for partitions that no job has worked on yet."""
 
     def adopt(self, keys: Sequence[Key], state: State, bulk: Bulk | None) -> None:
-        """Moves what is known of some slices into the fresh state of a job.
+        """Moves what is known of some partitions into the fresh state of a job.
 
         Args:
-            keys: The slices of a piece, in order.
-            state: Of the piece.
-            bulk: How several slices lie in it; None: there is one.
+            keys: The partitions of a chunk, in order.
+            state: Of the chunk.
+            bulk: How several partitions lie in it; None: there is one.
         """
         for name, held in state.items():
             if name in RANDOM_KEYS:

@@ -1,10 +1,10 @@
 """The task graph of one synchronisation on one rank: five verbs, pure data.
 
-Gradients are cut into *pieces*; each piece lives its own life and never meets another. What a task
+Gradients are cut into *chunks*; each chunk lives its own life and never meets another. What a task
 reads and writes are *slots*, names for memory that the engine allocates later. A task waits for
 whatever wrote the slots it reads, and for whoever still reads the slots it writes.
 
-Letters: N ranks, r this rank, p a piece.
+Letters: N ranks, r this rank, p a chunk.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Kind(str, Enum):
 
 
 class Slot(NamedTuple):
-    """A place for one piece."""
+    """A place for one chunk."""
 
     kind: Kind
-    piece: int
+    chunk: int
     rank: int = 0
     """Who made it."""
     merged: int = 1
@@ -75,14 +75,14 @@ class Task:
     of: tuple[int, ...] = ()
     """Of a recv or exchange: the sender of each slot it writes."""
     depth: int = 0
-    """Its place in the life of the piece, the same on all ranks: a recv is one below its send."""
+    """Its place in the life of the chunk, the same on all ranks: a recv is one below its send."""
     needs: tuple[int, ...] = ()
-    """Tasks that must be done before it, as places in the graph."""
+    """Tasks that must be done before it, as positions in the graph."""
 
     @property
-    def piece(self) -> int:
-        """The piece it works on (the first, for an exchange)."""
-        return (self.reads or self.writes)[0].piece
+    def chunk(self) -> int:
+        """The chunk it works on (the first, for an exchange)."""
+        return (self.reads or self.writes)[0].chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Graph:
     num_ranks: int
     rank: int
     routes: tuple[int, ...]
-    """For each piece a number that spreads pieces over ranks: who aggregates, where a ring is
+    """For each chunk a number that spreads chunks over ranks: who aggregates, where a ring is
     entered."""
     tasks: tuple[Task, ...]
 

@@ -1,9 +1,9 @@
 """From the graph a strategy builds to the graph the engine runs: a flat list of passes.
 
-    bulk         pieces that share a route become one piece: one frame, one message
+    bulk         chunks that share a route become one chunk: one frame, one message
     fuse         decode, merge, encode become one merge that reads and writes frames
     whole        without a codec, an exchange of everything becomes the transport's all-reduce
-    schedule     the order that pipelines pieces, the same on all ranks
+    schedule     the order that pipelines chunks, the same on all ranks
     stages       pipelining off: a depth starts when the one before is done
     exchanges    sends and receives of one depth become one call, for transports without tags
 
@@ -19,7 +19,7 @@ from dataclasses import replace
 from hipress.casync.graphs.graph import COMPUTING, Draft, Graph, Kind, Slot, Task, Verb
 
 STRIDE = 2
-"""Depths between one wave of N pieces and the next: small enough that several are under way."""
+"""Depths between one wave of N chunks and the next: small enough that several are under way."""
 
 
 def lower(
@@ -34,9 +34,9 @@ def lower(
 
     Args:
         graph: Of a strategy.
-        groups: For each piece, the piece it becomes part of; pieces of a group share a route.
+        groups: For each chunk, the chunk it becomes part of; chunks of a group share a route.
         plain: There is no codec, and the transport may add what is sent.
-        pipelined: Let pieces overtake each other.
+        pipelined: Let chunks overtake each other.
         ordered: The transport has no tags: all communication in one agreed order.
     """
     if groups is not None:
@@ -51,18 +51,18 @@ def lower(
 
 
 def bulk(graph: Graph, groups: Sequence[int]) -> Graph:
-    """Pieces of a group become one."""
+    """Chunks of a group become one."""
     routes: dict[int, int] = {}
     for group, route in zip(groups, graph.routes, strict=True):
-        assert routes.setdefault(group, route) == route, "pieces of a group share a route"
+        assert routes.setdefault(group, route) == route, "chunks of a group share a route"
 
     def moved(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
-        return tuple(slot._replace(piece=groups[slot.piece]) for slot in slots)
+        return tuple(slot._replace(chunk=groups[slot.chunk]) for slot in slots)
 
     tasks = [
         replace(t, reads=moved(t.reads), writes=moved(t.writes), needs=()) for t in graph.tasks
     ]
-    # The first member's tasks stand for those of all, which are the same but for the piece.
+    # The first member's tasks stand for those of all, which are the same but for the chunk.
     return _redrawn(graph, list(dict.fromkeys(tasks)), [routes[k] for k in sorted(routes)])
 
 
@@ -92,9 +92,9 @@ def fuse(graph: Graph) -> Graph:
 
 
 def whole(graph: Graph) -> Graph:
-    """One all-reduce for each piece."""
-    pieces = sorted({task.piece for task in graph.tasks})
-    slots = [(Slot(Kind.GRADIENT, piece),) for piece in pieces]
+    """One all-reduce for each chunk."""
+    chunks = sorted({task.chunk for task in graph.tasks})
+    slots = [(Slot(Kind.GRADIENT, chunk),) for chunk in chunks]
     return _redrawn(graph, [Task(verb=Verb.ALL_REDUCE, reads=s, writes=s) for s in slots])
 
 
@@ -106,7 +106,7 @@ def schedule(graph: Graph) -> Graph:
 def stages(graph: Graph) -> Graph:
     """Each task needs all that have a smaller depth."""
     draft = Draft(graph.num_ranks, graph.rank, graph.routes)
-    tasks = sorted(graph.tasks, key=lambda task: (task.depth, task.piece))
+    tasks = sorted(graph.tasks, key=lambda task: (task.depth, task.chunk))
     behind: list[int] = []
     for place, task in enumerate(tasks):
         if place and task.depth != tasks[place - 1].depth:
@@ -127,12 +127,12 @@ def exchanges(graph: Graph, stride: int = STRIDE) -> Graph:
     for task in graph.tasks:
         moment = _moment(graph, task, stride)[0]
         if task.verb in COMPUTING or task.verb is Verb.ALL_REDUCE:
-            timed.append(((moment, 0), task.piece, task))
+            timed.append(((moment, 0), task.chunk, task))
         else:
             groups[(moment - (task.verb is Verb.RECV), 1)].append(task)
     for moment_of, members in groups.items():
-        sends = sorted((t for t in members if t.verb is Verb.SEND), key=lambda t: (t.to, t.piece))
-        recvs = sorted((t for t in members if t.verb is Verb.RECV), key=lambda t: (t.of, t.piece))
+        sends = sorted((t for t in members if t.verb is Verb.SEND), key=lambda t: (t.to, t.chunk))
+        recvs = sorted((t for t in members if t.verb is Verb.RECV), key=lambda t: (t.of, t.chunk))
         task = Task(
             verb=Verb.EXCHANGE,
             reads=tuple(t.reads[0] for t in sends),
@@ -141,17 +141,17 @@ def exchanges(graph: Graph, stride: int = STRIDE) -> Graph:
             of=tuple(t.of[0] for t in recvs),
             depth=members[0].depth - (members[0].verb is Verb.RECV),
         )
-        timed.append((moment_of, task.piece, task))
+        timed.append((moment_of, task.chunk, task))
     return _redrawn(graph, [task for *_, task in sorted(timed, key=lambda row: row[:2])])
 
 
 def _moment(graph: Graph, task: Task, stride: int = STRIDE) -> tuple[int, int, int]:
-    """When it is due; pieces of one moment in an order that keeps messages of a pair in order."""
-    piece, num_ranks = task.piece, graph.num_ranks
-    moment = piece // num_ranks * stride + task.depth
-    # Each rank starts with another piece, or all would send to one rank at the same time.
-    turn = (graph.routes[piece] - graph.rank - 1) % num_ranks if task.verb is Verb.ENCODE else 0
-    return moment, turn, piece
+    """When it is due; chunks of one moment in an order that keeps messages of a pair in order."""
+    chunk, num_ranks = task.chunk, graph.num_ranks
+    moment = chunk // num_ranks * stride + task.depth
+    # Each rank starts with another chunk, or all would send to one rank at the same time.
+    turn = (graph.routes[chunk] - graph.rank - 1) % num_ranks if task.verb is Verb.ENCODE else 0
+    return moment, turn, chunk
 
 
 def _redrawn(graph: Graph, tasks: Sequence[Task], routes: Sequence[int] | None = None) -> Graph:

@@ -1,6 +1,6 @@
-"""How a list of gradients is cut: large ones into slices, small ones put together.
+"""How a list of gradients is cut: large ones into partitions, small ones put together.
 
-A *slice* is a run of elements of one gradient. Slices of one group travel in one frame. Groups
+A *partition* is a run of elements of one gradient. Partitions of one group travel in one frame. Groups
 are dealt out to routes so that each route carries about as much as another.
 """
 
@@ -11,34 +11,34 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-PIECE_NUMEL = 2**21
-"""A slice has about as many elements: 8 MB, which onebit encodes in 1 ms. Four ranks on two cores
-at 1 Gbit took 133, 124 and 85 ms for 100 MB with slices of 2, 4 and 8 MB; messages cost there. With
-12 slices encode, wire and decode still overlap."""
+CHUNK_NUMEL = 2**21
+"""A partition has about as many elements: 8 MB, which onebit encodes in 1 ms. Four ranks on two cores
+at 1 Gbit took 133, 124 and 85 ms for 100 MB with partitions of 2, 4 and 8 MB; messages cost there. With
+12 partitions encode, wire and decode still overlap."""
 
-GPU_PIECE_NUMEL = 2**24
-"""The same on a GPU, where a piece costs 1 ms of launches from Python and hardly any time besides:
-500 MB over 10 Gbit took 74, 42, 23 and 20 ms with pieces of 2^21, 2^22, 2^23 and 2^24."""
+GPU_CHUNK_NUMEL = 2**24
+"""The same on a GPU, where a chunk costs 1 ms of launches from Python and hardly any time besides:
+500 MB over 10 Gbit took 74, 42, 23 and 20 ms with chunks of 2^21, 2^22, 2^23 and 2^24."""
 
 FRAME_BYTES, GPU_FRAME_BYTES = 2**22, 2**24
 """Frames are not longer, so that the wire is not idle while the first are made: without a codec
-100 MB took 1395 ms around the ring in pieces of 8 MB and 1291 in pieces of 4."""
+100 MB took 1395 ms around the ring in chunks of 8 MB and 1291 in chunks of 4."""
 
 LEAST_NUMEL = 2**16
-"""Slices that only serve to occupy all ranks are not smaller."""
+"""Partitions that only serve to occupy all ranks are not smaller."""
 
 BULK_NUMEL = 2**17
-"""Slices up to this size share a frame: that costs memory of its own and a copy to and fro (0.3 ms
+"""Partitions up to this size share a frame: that costs memory of its own and a copy to and fro (0.3 ms
 for so many, cold, on a busy core) and saves six messages among four ranks (0.1 ms each)."""
 
 GPU_SHARE_NUMEL = 2**22
-"""Slices that only serve to occupy all ranks are not smaller on a GPU: a launch costs more."""
+"""Partitions that only serve to occupy all ranks are not smaller on a GPU: a launch costs more."""
 
 GRAIN = 4096
-"""Slices start on a multiple of this, so that no block of a codec is cut."""
+"""Partitions start on a multiple of this, so that no block of a codec is cut."""
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Elements `start` to `stop` of a gradient, and the route they take in every step."""
 
     start: int
@@ -46,7 +46,7 @@ class Place(NamedTuple):
     route: int
 
 
-class Slice(NamedTuple):
+class Partition(NamedTuple):
     """Elements `start` to `stop` of one gradient."""
 
     tensor: int
@@ -61,25 +61,25 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Slices, the group of each, and the route of each group."""
+    """Partitions, the group of each, and the route of each group."""
 
-    slices: tuple[Slice, ...]
+    partitions: tuple[Partition, ...]
     groups: tuple[int, ...]
-    """For each slice its group; groups are numbered in order."""
+    """For each partition its group; groups are numbered in order."""
     routes: tuple[int, ...]
     """For each group."""
 
     @cached_property
-    def members(self) -> tuple[tuple[Slice, ...], ...]:
-        """For each group its slices."""
-        found: list[list[Slice]] = [[] for _ in self.routes]
-        for part, group in zip(self.slices, self.groups, strict=True):
+    def members(self) -> tuple[tuple[Partition, ...], ...]:
+        """For each group its partitions."""
+        found: list[list[Partition]] = [[] for _ in self.routes]
+        for part, group in zip(self.partitions, self.groups, strict=True):
             found[group].append(part)
         return tuple(map(tuple, found))
 
     @property
-    def slice_routes(self) -> tuple[int, ...]:
-        """For each slice the route of its group."""
+    def partition_routes(self) -> tuple[int, ...]:
+        """For each partition the route of its group."""
         return tuple(self.routes[group] for group in self.groups)
 
 
@@ -87,7 +87,7 @@ def cut(
     numels: Sequence[int],
     num_routes: int,
     *,
-    piece_numel: int = PIECE_NUMEL,
+    chunk_numel: int = CHUNK_NUMEL,
     bulk: bool = True,
     pipelined: bool = True,
 ) -> Layout:
@@ -96,25 +96,25 @@ def cut(
     Args:
         numels: Elements of each gradient; empty ones are left out.
         num_routes: N, or the number of owners.
-        piece_numel: Elements that a group should have.
+        chunk_numel: Elements that a group should have.
         bulk: Put small gradients together.
-        pipelined: Off, each gradient becomes one slice per route at most.
+        pipelined: Off, each gradient becomes one partition per route at most.
 
     Example:
         >>> layout = cut([10_000_000, 100, 200], 2)
-        >>> len(layout.slices), layout.groups[-2:]
+        >>> len(layout.partitions), layout.groups[-2:]
         (8, (6, 6))
     """
     if not pipelined:
-        piece_numel = max(*numels, 1, 1)
+        chunk_numel = max(*numels, 1, 1)
     # Little in all is cut finer, so that every rank has something to do.
-    target = min(max(-(-sum(numels) // num_routes), LEAST_NUMEL), piece_numel)
-    slices: list[Slice] = []
+    target = min(max(-(-sum(numels) // num_routes), LEAST_NUMEL), chunk_numel)
+    partitions: list[Partition] = []
     groups: list[int] = []
     sizes: list[int] = []  # of the groups
     open_group = -1
     for tensor, numel in enumerate(numels):
-        parts = _slices(tensor, numel, num_routes, target)
+        parts = _partitions(tensor, numel, num_routes, target)
         small = bulk and len(parts) == 1 and numel <= target // 2
         for part in parts:
             if small and open_group >= 0 and sizes[open_group] + numel <= target:
@@ -124,12 +124,14 @@ def cut(
                 groups.append(len(sizes))
                 open_group = len(sizes) if small else open_group
                 sizes.append(part.numel)
-            slices.append(part)
-    return Layout(slices=tuple(slices), groups=tuple(groups), routes=_deal(sizes, num_routes))
+            partitions.append(part)
+    return Layout(
+        partitions=tuple(partitions), groups=tuple(groups), routes=_deal(sizes, num_routes)
+    )
 
 
 class Partitioner:
-    """Cuts gradients and deals their slices out to routes, one gradient after the other.
+    """Cuts gradients and deals their partitions out to routes, one gradient after the other.
 
     What a gradient gets depends on those before it, never on the list it travels in later: its
     state stays where it is when others travel with it.
@@ -140,73 +142,73 @@ class Partitioner:
     Example:
         >>> dealer = Partitioner(2)
         >>> [place.route for place in dealer.place(2**21, 2**20)], dealer.place(100, 2**20)
-        ([0, 1], (Place(start=0, stop=100, route=0),))
+        ([0, 1], (Placement(start=0, stop=100, route=0),))
     """
 
     def __init__(self, num_routes: int) -> None:
         self._loads = [0] * num_routes
 
     def place(
-        self, numel: int, piece_numel: int, partitions: int | None = None
-    ) -> tuple[Place, ...]:
-        """The slices of the next gradient, each on the route that carries least so far.
+        self, numel: int, chunk_numel: int, partitions: int | None = None
+    ) -> tuple[Placement, ...]:
+        """The partitions of the next gradient, each on the route that carries least so far.
 
         Args:
             numel: Of the gradient.
-            piece_numel: Elements that a slice should have at most.
-            partitions: So many slices instead, as far as each starts on a multiple of `GRAIN`.
+            chunk_numel: Elements that a partition should have at most.
+            partitions: So many partitions instead, as far as each starts on a multiple of `GRAIN`.
         """
         if partitions is None:
-            parts = _slices(0, numel, len(self._loads), max(piece_numel, LEAST_NUMEL))
+            parts = _partitions(0, numel, len(self._loads), max(chunk_numel, LEAST_NUMEL))
         else:
             parts = _even(0, numel, max(1, min(partitions, numel // GRAIN)))
-        places = []
+        placements = []
         for part in parts:
             route = self._loads.index(min(self._loads))
             self._loads[route] += part.numel
-            places.append(Place(part.start, part.stop, route))
-        return tuple(places)
+            placements.append(Placement(part.start, part.stop, route))
+        return tuple(placements)
 
 
 def arrange(
-    places: Sequence[Sequence[Place]], *, piece_numel: int, bulk_numel: int = BULK_NUMEL
+    placements: Sequence[Sequence[Placement]], *, chunk_numel: int, bulk_numel: int = BULK_NUMEL
 ) -> Layout:
-    """The layout of gradients whose slices have their routes already.
+    """The layout of gradients whose partitions have their routes already.
 
     Args:
-        places: For each gradient its slices; none where it is empty.
-        piece_numel: Elements that a group should have at most.
-        bulk_numel: Slices up to this size are put together with others of their route.
+        placements: For each gradient its partitions; none where it is empty.
+        chunk_numel: Elements that a group should have at most.
+        bulk_numel: Partitions up to this size are put together with others of their route.
 
     Example:
         >>> dealer = Partitioner(2)
-        >>> arrange([dealer.place(n, 2**20) for n in (9, 8, 7)], piece_numel=2**20).groups
+        >>> arrange([dealer.place(n, 2**20) for n in (9, 8, 7)], chunk_numel=2**20).groups
         (0, 1, 1)
     """
-    slices: list[Slice] = []
+    partitions: list[Partition] = []
     groups: list[int] = []
     routes: list[int] = []
     sizes: list[int] = []
     open_groups: dict[int, int] = {}
-    for tensor, parts in enumerate(places):
+    for tensor, parts in enumerate(placements):
         for start, stop, route in parts:
             numel = stop - start
             small = numel <= bulk_numel
             group = open_groups.get(route, -1) if small else -1
-            if group < 0 or sizes[group] + numel > piece_numel:
+            if group < 0 or sizes[group] + numel > chunk_numel:
                 group = len(sizes)
                 sizes.append(0)
                 routes.append(route)
                 if small:
                     open_groups[route] = group
             sizes[group] += numel
-            slices.append(Slice(tensor, start, stop))
+            partitions.append(Partition(tensor, start, stop))
             groups.append(group)
-    return Layout(slices=tuple(slices), groups=tuple(groups), routes=tuple(routes))
+    return Layout(partitions=tuple(partitions), groups=tuple(groups), routes=tuple(routes))
 
 
-def _slices(tensor: int, numel: int, num_routes: int, target: int) -> list[Slice]:
-    """Even slices; as many for each route where there are more slices than routes."""
+def _partitions(tensor: int, numel: int, num_routes: int, target: int) -> list[Partition]:
+    """Even partitions; as many for each route where there are more partitions than routes."""
     wanted = -(-numel // target)
     if wanted > num_routes:
         wanted = -(-wanted // num_routes) * num_routes
@@ -215,9 +217,9 @@ def _slices(tensor: int, numel: int, num_routes: int, target: int) -> list[Slice
     return _even(tensor, numel, wanted)
 
 
-def _even(tensor: int, numel: int, count: int) -> list[Slice]:
+def _even(tensor: int, numel: int, count: int) -> list[Partition]:
     edges = [numel * k // count // GRAIN * GRAIN for k in range(count)] + [numel]
-    return [Slice(tensor, a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [Partition(tensor, a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
 
 def _deal(sizes: Sequence[int], num_routes: int) -> tuple[int, ...]:

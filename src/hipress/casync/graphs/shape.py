@@ -14,8 +14,8 @@ from hipress.casync.graphs.graph import Graph
 from hipress.errors import UsageError
 
 TAG_BITS = 15
-MAX_PIECES = 2**TAG_BITS // 4
-"""Four kinds of messages a piece, in the lower half of a tag."""
+MAX_CHUNKS = 2**TAG_BITS // 4
+"""Four kinds of messages a chunk, in the lower half of a tag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,41 +33,41 @@ class Shape:
     """Whether small gradients share frames."""
     codes_local: bool = False
     """Whether a rank's own gradient passes its codec before a ring merges it."""
-    piece_numel: int = partitions.PIECE_NUMEL
-    """Elements of a piece."""
+    chunk_numel: int = partitions.CHUNK_NUMEL
+    """Elements of a chunk."""
     pipelined: bool = True
     ordered: bool = False
     """Whether the transport has no tags."""
-    places: tuple[tuple[partitions.Place, ...], ...] | None = None
-    """For each tensor its slices and their routes, where those must not depend on the others."""
+    placements: tuple[tuple[partitions.Placement, ...], ...] | None = None
+    """For each tensor its partitions and their routes, where those must not depend on the others."""
 
     @cached_property
     def layout(self) -> partitions.Layout:
         """How the gradients are cut."""
         # The transport cuts what it adds up itself.
-        numel = max(*self.numels, 1, 1) if self.is_plain else self.piece_numel
-        if self.places is not None and not self.is_plain:
+        numel = max(*self.numels, 1, 1) if self.is_plain else self.chunk_numel
+        if self.placements is not None and not self.is_plain:
             small = partitions.BULK_NUMEL if self.bulk else 0
-            layout = partitions.arrange(self.places, piece_numel=numel, bulk_numel=small)
-            if len(layout.routes) > MAX_PIECES:
+            layout = partitions.arrange(self.placements, chunk_numel=numel, bulk_numel=small)
+            if len(layout.routes) > MAX_CHUNKS:
                 raise UsageError(
                     f"{len(self.numels)} gradients make {len(layout.routes)} messages, more than "
-                    f"{MAX_PIECES} in one call; give DDP smaller buckets, or exclude small ones."
+                    f"{MAX_CHUNKS} in one call; give DDP smaller buckets, or exclude small ones."
                 )
             return layout
         while True:
             layout = partitions.cut(
                 self.numels,
                 len(self.hosts),
-                piece_numel=numel,
+                chunk_numel=numel,
                 bulk=self.bulk,
                 pipelined=self.pipelined,
             )
-            if len(layout.routes) <= MAX_PIECES:
+            if len(layout.routes) <= MAX_CHUNKS:
                 return layout
             if numel > sum(self.numels):
                 raise UsageError(
-                    f"{len(self.numels)} tensors make more than {MAX_PIECES} messages, the most in "
+                    f"{len(self.numels)} tensors make more than {MAX_CHUNKS} messages, the most in "
                     "one call; leave bulk on, use a codec of the table, or make several calls."
                 )
             numel *= 2
@@ -78,7 +78,7 @@ class Shape:
         hosts = self.hosts[:1] if self.is_plain else self.hosts
         cluster = strategies.Cluster(hosts=hosts, codes_local=self.codes_local)
         member = 0 if self.is_plain else rank
-        graph = strategies.build(self.strategy, cluster, member, self.layout.slice_routes)
+        graph = strategies.build(self.strategy, cluster, member, self.layout.partition_routes)
         graph = replace(graph, num_ranks=len(self.hosts), rank=rank)
         return lowering.lower(
             graph,
@@ -89,16 +89,16 @@ class Shape:
         )
 
 
-def piece_numel(wire_bytes: Callable[[int], int], *, on_gpu: bool) -> int:
-    """Elements of a piece: as many as encode well, fewer where that makes a long message."""
-    numel = partitions.GPU_PIECE_NUMEL if on_gpu else partitions.PIECE_NUMEL
+def chunk_numel(wire_bytes: Callable[[int], int], *, on_gpu: bool) -> int:
+    """Elements of a chunk: as many as encode well, fewer where that makes a long message."""
+    numel = partitions.GPU_CHUNK_NUMEL if on_gpu else partitions.CHUNK_NUMEL
     longest = partitions.GPU_FRAME_BYTES if on_gpu else partitions.FRAME_BYTES
     while wire_bytes(numel) - 4096 > longest and numel > partitions.LEAST_NUMEL:
         numel //= 2
     return numel
 
 
-def slice_numel(piece_numel: int, bucket_numel: int, num_ranks: int, *, on_gpu: bool) -> int:
-    """Elements of a slice of a bucket's gradient: every rank should find work in every bucket."""
+def partition_numel(chunk_numel: int, bucket_numel: int, num_ranks: int, *, on_gpu: bool) -> int:
+    """Elements of a partition of a bucket's gradient: every rank should find work in every bucket."""
     least = partitions.GPU_SHARE_NUMEL if on_gpu else 1
-    return min(piece_numel, max(bucket_numel // num_ranks, least))
+    return min(chunk_numel, max(bucket_numel // num_ranks, least))

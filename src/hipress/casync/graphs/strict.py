@@ -31,7 +31,7 @@ class Value:
 
 
 def play(graphs: Sequence[Graph]) -> list[dict[int, Value]]:
-    """Runs the graphs of all ranks; for each rank what every piece's gradient became.
+    """Runs the graphs of all ranks; for each rank what every chunk's gradient became.
 
     Raises:
         Mismatch: They would hang, or a rank would take one message for another.
@@ -57,7 +57,7 @@ def play(graphs: Sequence[Graph]) -> list[dict[int, Value]]:
     if left:
         raise Mismatch(f"sent and never received: {'; '.join(left)}")
     return [
-        {slot.piece: value for slot, value in memory.items() if slot.kind is Kind.GRADIENT}
+        {slot.chunk: value for slot, value in memory.items() if slot.kind is Kind.GRADIENT}
         for memory in memories
     ]
 
@@ -69,8 +69,8 @@ def _rank(
 ) -> Iterator[str | None]:
     """Runs one rank; yields None after a step, or why it must wait."""
     rank = graph.rank
-    for piece in range(len(graph.routes)):
-        memory[Slot(Kind.GRADIENT, piece)] = Value(((rank, 1.0),))
+    for chunk in range(len(graph.routes)):
+        memory[Slot(Kind.GRADIENT, chunk)] = Value(((rank, 1.0),))
     for place, task in enumerate(graph.tasks):
         if any(need >= place for need in task.needs):
             raise Mismatch(f"rank {rank}: {_say(task)} stands before what it needs")
@@ -130,9 +130,9 @@ def _computed(task: Task, memory: dict[Slot, Value], rank: int) -> Value:
 
 def _same(sent: Slot, expected: Slot) -> bool:
     if expected.kind is Kind.RAW:
-        return sent.kind is Kind.GRADIENT and sent.piece == expected.piece
+        return sent.kind is Kind.GRADIENT and sent.chunk == expected.chunk
     return sent == expected
 
 
 def _say(task: Task) -> str:
-    return f"{task.verb.value} of piece {task.piece}"
+    return f"{task.verb.value} of chunk {task.chunk}"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hipress.casync.graphs.partitions import Partitioner
-from hipress.casync.graphs.shape import slice_numel
+from hipress.casync.graphs.shape import partition_numel
 from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan, plain_strategy
 from hipress.profile import CodecCosts, Curve, Machine, Profile
@@ -260,8 +260,8 @@ def in_lines(made: Plan, profile: Profile, num_ranks: int) -> Plan:
         numel = numels.get(name) if decision.numel is None else decision.numel
         partitions = decision.partitions
         if decision.is_compressed and partitions is None and numel is not None:
-            piece = profile.codec(decision.codec).piece_numel
-            most = slice_numel(piece, bucket_numel, num_ranks, on_gpu=on_gpu)
+            chunk = profile.codec(decision.codec).chunk_numel
+            most = partition_numel(chunk, bucket_numel, num_ranks, on_gpu=on_gpu)
             partitions = max(len(Partitioner(num_ranks).place(numel, most)), 1)
         filled[name] = decision.model_copy(update={"numel": numel, "partitions": partitions})
     return made.model_copy(update={"gradients": filled})

@@ -42,7 +42,7 @@ which is what was published for a step."""
 NUM_NODES = 16
 RESNET50_WORK = 3 * 2 * 4.089e9
 """Floating-point operations for one image of 224x224, forward and backward."""
-PIECE_NUMEL = 2**24
+CHUNK_NUMEL = 2**24
 """As on any GPU."""
 
 
@@ -177,7 +177,7 @@ def _costs(name: str, ratio: float, is_sparse: bool) -> CodecCosts:
         back=encode,
         wire=Curve(fixed=0.0, slope=4 * ratio),
         back_wire={n: Curve(fixed=0.0, slope=4 * size) for n, size in sizes.items()},
-        piece_numel=PIECE_NUMEL,
+        chunk_numel=CHUNK_NUMEL,
         bulk=True,
         codes_local=False,
     )

@@ -47,11 +47,11 @@ def build(strategy: str, cluster: Cluster, rank: int, routes: Sequence[int]) -> 
         strategy: A name of the table.
         cluster: All ranks.
         rank: The one to build for.
-        routes: A number for each piece, which decides its aggregator or its start in the ring.
+        routes: A number for each chunk, which decides its aggregator or its start in the ring.
 
     Example:
         >>> graph = build("ps", Cluster(hosts=(0, 1)), 0, [0, 1])
-        >>> [task.verb.value for task in graph.tasks if task.piece == 1]
+        >>> [task.verb.value for task in graph.tasks if task.chunk == 1]
         ['encode', 'send', 'recv', 'decode']
     """
     check(strategy)

@@ -14,17 +14,17 @@ from hipress.casync.graphs.graph import Draft, Graph, Kind, Slot
 def build(num_ranks: int, rank: int, routes: Sequence[int]) -> Graph:
     """The graph of one rank."""
     draft = Draft(num_ranks, rank, routes)
-    for piece in range(len(routes)):
-        gradient = Slot(Kind.GRADIENT, piece)
-        frame = Slot(Kind.FRAME, piece, rank)
+    for chunk in range(len(routes)):
+        gradient = Slot(Kind.GRADIENT, chunk)
+        frame = Slot(Kind.FRAME, chunk, rank)
         draft.encode(gradient, frame, 0)
         others = [(rank + step) % num_ranks for step in range(1, num_ranks)]
         for other in others:
             draft.send(frame, other, 1)
         for other in reversed(others):
-            draft.recv(Slot(Kind.FRAME, piece, other), other, 2)
-        parts = [Slot(Kind.PLAIN, piece, other) for other in range(num_ranks)]
+            draft.recv(Slot(Kind.FRAME, chunk, other), other, 2)
+        parts = [Slot(Kind.PLAIN, chunk, other) for other in range(num_ranks)]
         for other, part in enumerate(parts):
-            draft.decode(Slot(Kind.FRAME, piece, other), part, 3)
+            draft.decode(Slot(Kind.FRAME, chunk, other), part, 3)
         draft.merge(parts, gradient, 4, [1.0 / num_ranks] * num_ranks)
     return draft.graph()

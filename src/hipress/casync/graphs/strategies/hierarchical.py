@@ -1,6 +1,6 @@
 """`hierarchical`: plain inside a host, compressed between hosts.
 
-Each piece has one owner on every host. The others of the host send it their elements as they are;
+Each chunk has one owner on every host. The others of the host send it their elements as they are;
 the owner merges them, takes part in a `ps` among the owners, and hands the result out, again as
 it is. Hosts may have different numbers of ranks: each counts as much as it has.
 """
@@ -19,41 +19,41 @@ def build(hosts: Sequence[int], rank: int, routes: Sequence[int]) -> Graph:
     Args:
         hosts: The host of each rank.
         rank: The one to build for.
-        routes: One for each piece: spreads owners inside a host, then aggregators over hosts.
+        routes: One for each chunk: spreads owners inside a host, then aggregators over hosts.
     """
     draft = Draft(len(hosts), rank, routes)
     members = [[r for r, h in enumerate(hosts) if h == host] for host in sorted(set(hosts))]
     mine = next(group for group in members if rank in group)
     widest = max(len(group) for group in members)
-    for piece, route in enumerate(routes):
+    for chunk, route in enumerate(routes):
         owners = [group[route % len(group)] for group in members]
         owner = mine[route % len(mine)]
-        gradient = Slot(Kind.GRADIENT, piece)
+        gradient = Slot(Kind.GRADIENT, chunk)
         if rank != owner:
             draft.send(gradient, owner, 0)
             draft.recv(gradient, owner, 5 + ps.DEPTH)
             continue
         own = gradient
         if len(mine) > 1:
-            own = _merge_host(draft, piece, mine)
+            own = _merge_host(draft, chunk, mine)
         aggregator = owners[route // widest % len(owners)]
         sizes = [float(len(group)) for group in members]
-        ps.between(draft, piece, own, owners, aggregator, sizes, depth=3)
+        ps.between(draft, chunk, own, owners, aggregator, sizes, depth=3)
         for other in mine:
             if other != rank:
                 draft.send(gradient, other, 4 + ps.DEPTH)
     return draft.graph()
 
 
-def _merge_host(draft: Draft, piece: int, mine: Sequence[int]) -> Slot:
+def _merge_host(draft: Draft, chunk: int, mine: Sequence[int]) -> Slot:
     """The mean of the host's gradients, in rank order."""
     parts = []
     for member in mine:
         if member == draft.rank:
-            parts.append(Slot(Kind.GRADIENT, piece))
+            parts.append(Slot(Kind.GRADIENT, chunk))
         else:
-            parts.append(Slot(Kind.RAW, piece, member))
+            parts.append(Slot(Kind.RAW, chunk, member))
             draft.recv(parts[-1], member, 1)
-    mean = Slot(Kind.PLAIN, piece, draft.rank, 0)
+    mean = Slot(Kind.PLAIN, chunk, draft.rank, 0)
     draft.merge(parts, mean, 2, [1.0 / len(mine)] * len(mine))
     return mean

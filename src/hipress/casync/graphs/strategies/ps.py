@@ -1,4 +1,4 @@
-"""`ps`: each piece has one aggregator among the ranks.
+"""`ps`: each chunk has one aggregator among the ranks.
 
     worker      encode, send to the aggregator ... recv, decode
     aggregator  recv from each, decode, merge in rank order, encode, send to each, decode
@@ -13,33 +13,33 @@ from collections.abc import Sequence
 from hipress.casync.graphs.graph import Draft, Graph, Kind, Slot
 
 DEPTH = 8
-"""Of the last task of a piece."""
+"""Of the last task of a chunk."""
 
 
 def build(num_ranks: int, rank: int, routes: Sequence[int]) -> Graph:
-    """The graph of one rank; the aggregator of a piece is its route modulo N."""
+    """The graph of one rank; the aggregator of a chunk is its route modulo N."""
     draft = Draft(num_ranks, rank, routes)
     members = range(num_ranks)
-    for piece, route in enumerate(routes):
-        gradient = Slot(Kind.GRADIENT, piece)
-        between(draft, piece, gradient, list(members), route % num_ranks, [1.0] * num_ranks)
+    for chunk, route in enumerate(routes):
+        gradient = Slot(Kind.GRADIENT, chunk)
+        between(draft, chunk, gradient, list(members), route % num_ranks, [1.0] * num_ranks)
     return draft.graph()
 
 
 def between(
     draft: Draft,
-    piece: int,
+    chunk: int,
     own: Slot,
     members: Sequence[int],
     aggregator: int,
     sizes: Sequence[float],
     depth: int = 0,
 ) -> None:
-    """Adds the tasks of one piece among some ranks, of which `draft.rank` is one.
+    """Adds the tasks of one chunk among some ranks, of which `draft.rank` is one.
 
     Args:
         draft: Where to.
-        piece: Which.
+        chunk: Which.
         own: What this rank contributes.
         members: The ranks that take part, in the order of merging.
         aggregator: One of them.
@@ -47,9 +47,9 @@ def between(
         depth: Of the first task.
     """
     rank = draft.rank
-    gradient = Slot(Kind.GRADIENT, piece)
-    back = Slot(Kind.BACK, piece, aggregator, len(members))
-    frame = Slot(Kind.FRAME, piece, rank)
+    gradient = Slot(Kind.GRADIENT, chunk)
+    back = Slot(Kind.BACK, chunk, aggregator, len(members))
+    frame = Slot(Kind.FRAME, chunk, rank)
     draft.encode(own, frame, depth)
     if rank != aggregator:
         draft.send(frame, aggregator, depth + 1)
@@ -57,11 +57,11 @@ def between(
     else:
         others = [member for member in members if member != rank]
         for member in others:
-            draft.recv(Slot(Kind.FRAME, piece, member), member, depth + 2)
-        parts = [Slot(Kind.PLAIN, piece, member) for member in members]
+            draft.recv(Slot(Kind.FRAME, chunk, member), member, depth + 2)
+        parts = [Slot(Kind.PLAIN, chunk, member) for member in members]
         for member, part in zip(members, parts, strict=True):
-            draft.decode(Slot(Kind.FRAME, piece, member), part, depth + 3)
-        mean = Slot(Kind.PLAIN, piece, rank, len(members) + 1)
+            draft.decode(Slot(Kind.FRAME, chunk, member), part, depth + 3)
+        mean = Slot(Kind.PLAIN, chunk, rank, len(members) + 1)
         draft.merge(parts, mean, depth + 4, [size / sum(sizes) for size in sizes])
         draft.encode(mean, back, depth + 5)
         for member in others:

@@ -1,4 +1,4 @@
-"""`ring`: each piece goes once around to be merged and once more to be handed out.
+"""`ring`: each chunk goes once around to be merged and once more to be handed out.
 
     position 0      encode, send
     position k      recv, decode, merge with the own gradient, encode, send
@@ -19,57 +19,57 @@ _HOP = 5
 
 
 def build(num_ranks: int, rank: int, routes: Sequence[int], *, codes_local: bool = False) -> Graph:
-    """The graph of one rank; a piece starts at its route modulo N.
+    """The graph of one rank; a chunk starts at its route modulo N.
 
     Args:
         num_ranks: N.
         rank: The one to build for.
-        routes: One for each piece.
+        routes: One for each chunk.
         codes_local: The own gradient passes its worker's codec, and what comes out is merged. A
             codec with momentum, or one whose way back keeps no residual, needs that; for others
             the encode of the hop takes care of the own gradient too.
     """
     draft = Draft(num_ranks, rank, routes)
-    for piece, route in enumerate(routes):
-        _piece(draft, piece, (rank - route) % num_ranks, codes_local)
+    for chunk, route in enumerate(routes):
+        _chunk(draft, chunk, (rank - route) % num_ranks, codes_local)
     return draft.graph()
 
 
-def _piece(draft: Draft, piece: int, position: int, codes_local: bool) -> None:
+def _chunk(draft: Draft, chunk: int, position: int, codes_local: bool) -> None:
     num_ranks, rank = draft.num_ranks, draft.rank
     after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-    gradient = Slot(Kind.GRADIENT, piece)
+    gradient = Slot(Kind.GRADIENT, chunk)
     last = num_ranks - 1
-    back = Slot(Kind.BACK, piece, (rank - position + last) % num_ranks, num_ranks)
+    back = Slot(Kind.BACK, chunk, (rank - position + last) % num_ranks, num_ranks)
     start = _HOP * position
     own = gradient
     if position == 0 or codes_local:
-        frame = Slot(Kind.FRAME, piece, rank)
+        frame = Slot(Kind.FRAME, chunk, rank)
         draft.encode(gradient, frame, 0 if position == 0 < last else start - 3)
     if position == 0 < last:
         draft.send(frame, after, 1)
     else:
         if codes_local or position == 0:
-            own = Slot(Kind.PLAIN, piece, rank)
+            own = Slot(Kind.PLAIN, chunk, rank)
             draft.decode(frame, own, start - 2)
         parts, weights = [own], [1.0 / (position + 1)]
         if position > 0:
             kind = Kind.FRAME if position == 1 else Kind.PARTIAL
-            partial = Slot(kind, piece, before, position)
+            partial = Slot(kind, chunk, before, position)
             draft.recv(partial, before, start - 3)
-            parts.insert(0, Slot(Kind.PLAIN, piece, before, position))
+            parts.insert(0, Slot(Kind.PLAIN, chunk, before, position))
             weights.insert(0, position / (position + 1))
             draft.decode(partial, parts[0], start - 2)
-        mean = Slot(Kind.PLAIN, piece, rank, num_ranks + 1)
+        mean = Slot(Kind.PLAIN, chunk, rank, num_ranks + 1)
         draft.merge(parts, mean, start - 1, weights)
-        made = back if position == last else Slot(Kind.PARTIAL, piece, rank, position + 1)
+        made = back if position == last else Slot(Kind.PARTIAL, chunk, rank, position + 1)
         draft.encode(mean, made, start)
         if position < last:
             draft.send(made, after, start + 1)
-    _hand_out(draft, piece, position, back)
+    _hand_out(draft, chunk, position, back)
 
 
-def _hand_out(draft: Draft, piece: int, position: int, back: Slot) -> None:
+def _hand_out(draft: Draft, chunk: int, position: int, back: Slot) -> None:
     """The final frame goes on unchanged; each rank decodes it beside that."""
     num_ranks, rank = draft.num_ranks, draft.rank
     last = num_ranks - 1
@@ -80,4 +80,4 @@ def _hand_out(draft: Draft, piece: int, position: int, back: Slot) -> None:
         draft.recv(back, (rank - 1) % num_ranks, depth)
     if hop < last:
         draft.send(back, (rank + 1) % num_ranks, depth + 1)
-    draft.decode(back, Slot(Kind.GRADIENT, piece), depth + 2)
+    draft.decode(back, Slot(Kind.GRADIENT, chunk), depth + 2)
