@@ -15,18 +15,19 @@ from hipress.version import __version__
 if TYPE_CHECKING:
     from hipress import codecs, torch
     from hipress.codecs import Codec, codec
-    from hipress.session.world import allreduce
+    from hipress.session import allreduce, init
     from hipress.torch import attach
 
-__all__ = ["Codec", "__version__", "allreduce", "attach", "codec", "codecs", "torch"]
+__all__ = ["Codec", "__version__", "allreduce", "attach", "codec", "codecs", "init", "torch"]
 
 # Public name: where it lives. Loaded when first used, so that `import hipress` costs nothing.
 _LAZY = {
     "Codec": "hipress.codecs",
-    "allreduce": "hipress.session.world",
+    "allreduce": "hipress.session",
     "attach": "hipress.torch",
     "codec": "hipress.codecs",
     "codecs": "hipress.codecs",
+    "init": "hipress.session",
     "torch": "hipress.torch",
 }
 

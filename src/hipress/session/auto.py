@@ -1,174 +1,184 @@
-"""`attach(model)` without a codec: measures, plans, tries, switches, watches, plans again.
+"""`auto`: measures, plans, tries plans, switches to the fastest, and keeps watching.
 
-Rank 0 alone decides, from its own step times: ranks are in lockstep. It posts an order behind the
-last step of the one before; the others read it when the first bucket of the next step is ready,
-which is later than a forward. So all ranks change in the same step, and a step in which nothing
-is due touches no store. What rank 0 thinks is in `judge`; in here is what all ranks do.
+Rank 0 alone decides, from its own step times, because ranks run in lockstep. It posts a directive
+after the last step of the previous one; the other ranks read it when the first bucket of the next
+step is ready, which is later than a forward pass. So all ranks switch in the same step, and a step
+without a switch does not touch the store. `policy` decides; this module does what all ranks do.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
+from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.transport import LinkError
 from hipress.errors import AgreementError, PeerError
 from hipress.plan import Plan
-from hipress.session.directives import Limits, Offer, Order, Reply, first_order
+from hipress.session.adapter import GradientSpec
+from hipress.session.mode import Mode
 from hipress.session.planner import Planner
-from hipress.session.policy import Policy
-from hipress.session.selection import NONE, Choice
-from hipress.torch import optimizer_checks
-from hipress.torch.step_clock import StepClock
+from hipress.session.policy import (
+    FIRST_REASON,
+    Candidate,
+    Directive,
+    Limits,
+    Outcome,
+    Policy,
+    first_directive,
+)
+from hipress.session.selection import NONE, Choice, Rules
+from hipress.session.timing import StepClock
 
 if TYPE_CHECKING:
-    from hipress.torch.sync import Sync
+    from hipress.session.session import Session
 
 _log = logging.getLogger("hipress")
 
-MAX_OFFERS = 3
-"""Plans that are tried at once."""
+MAX_CANDIDATES = 3
+"""Number of plans that are tried at once."""
 KEPT_PLANS = 8
 UNDECIDED = "auto"
-"""Why a gradient is left alone that a plan might compress; `skipped` says more."""
-ALONE = "one rank has nobody to send to"
+"""Why a gradient is not compressed that a plan might compress; `skipped` says more."""
+ALONE = "one rank has no other rank to send to"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoStats:
-    """What `auto` is about."""
+    """The present decision of `auto`."""
 
     mode: str
     """`measure`, `trial`, `plain` or `compressed`."""
     epoch: int | None
-    """Of the plan that is in use; None: plain all-reduce."""
+    """Epoch of the plan in use; None means plain all-reduce."""
     reason: str
-    """Of the last decision."""
+    """Reason of the last decision."""
     num_switches: int
-    """How often this rank has gone from one plan, or plain all-reduce, to another."""
+    """How often this rank has changed between plans, or between a plan and plain all-reduce."""
 
 
 class Auto:
     """What one rank does on its way from plain all-reduce to a plan and back.
 
     Args:
-        sync: The exchange, whose gradients are known.
-        advisor: Measures, and makes plans; on rank 0.
-        limits: Of the judge.
+        planner: Measures, and makes plans on rank 0.
+        limits: Limits of the policy.
     """
 
-    def __init__(self, sync: Sync, advisor: Planner, limits: Limits | None = None) -> None:
-        self.is_plain = True
-        """Whether this step's gradients are left to torch."""
-        self.flushes = False
-        """Whether what codecs remember goes with them."""
-        self.mode, self.reason = "measure", "it measures first"
+    def __init__(self, planner: Planner, limits: Limits | None = None) -> None:
+        self.phase, self.reason = "measure", FIRST_REASON
         self.num_switches = 0
-        self._sync = sync
-        self._advisor = advisor
+        self.is_alone = False
+        self._planner = planner
         self._limits = limits or Limits()
         self._plans: dict[int, Plan] = {}
-        self._installed: int | None = None
-        """The plan that gradients are laid out for."""
-        self._holder: int | None = None
-        """The plan whose codecs remember something."""
+        self._state_epoch: int | None = None
+        """Epoch of the plan whose codecs hold state."""
         self._last: int | None = None
-        """What the last step was exchanged with."""
-        self._judge: Policy | None = None
+        """Epoch of the plan that the last step used."""
+        self._is_plain = True
+        self._policy: Policy | None = None
         self._clock: StepClock | None = None
-        """Of rank 0, which alone reads it."""
-        self._warnings: set[str] = set()
-        """Of the optimizer, that were given."""
+        """Only rank 0 has a policy and a clock."""
+        self._stop_clock: Callable[[], None] = lambda: None
         self._num_plans = 0
-        self._upcoming: Order | None = None
-        self._is_first = False
-        self.is_alone = False
+        self._directive = first_directive(0)
+        self._left = 0
+        """Steps of the present directive that are left."""
+        self._upcoming: Directive | None = None
+        self._posted_plan: int | None = None
+        """Epoch of the plan that every rank has."""
+        self._log_step = 0
 
-    def start(self) -> None:
-        """Begins; the engine is open and gradients are registered."""
-        engine = self._sync.engine
-        self.is_alone = engine.transport.num_ranks == 1
-        self._is_first = engine.transport.rank == 0
-        steps = max(self._limits.first_steps, self._sync.settings.warmup_steps)
+    def start(self, session: Session) -> None:
+        """Begins; gradients are registered."""
+        engine = session.engine
+        steps = max(self._limits.first_steps, session.settings.warmup_steps)
         self._limits = replace(self._limits, first_steps=steps)
-        self._order = first_order(steps)
+        self._directive = first_directive(steps)
         self._left = steps
-        if self.is_alone:
-            self.mode, self.reason = "plain", ALONE
-            self.say(f"{ALONE}: nothing is compressed.")
+        if engine.transport.num_ranks == 1:
+            self.is_alone = True
+            self.phase, self.reason = "plain", ALONE
+            self._say(f"{ALONE}: nothing is compressed.")
             return
-        if self._is_first:
+        if engine.transport.rank == 0:
             self._clock = StepClock(engine.device)
-            self._clock.stand_at(self._sync.module)
-            self._judge = Policy(self._limits, self.say)
-            self._judge.first()
-            self.say(
-                f"{steps} steps are left as they are and measured, then plans with "
-                f"{', '.join(self._advisor.codecs)} are tried."
+            self._stop_clock = session.adapter.observe(self._clock)
+            self._policy = Policy(self._limits, self._say)
+            self._policy.first()
+            self._say(
+                f"the first {steps} steps run uncompressed so that they can be timed; then plans "
+                f"with {', '.join(self._planner.codecs)} are tried."
             )
-        self._advisor.begin(self._sync)
+        self._planner.begin(session)
 
     def stop(self) -> None:
-        """The exchange is detached: nothing is measured any more."""
-        self._advisor.end()
-        if self._clock is not None:
-            self._clock.leave()
+        """Ends all measuring: the session is being detached."""
+        self._planner.end()
+        self._stop_clock()
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The first bucket of a step is ready: this is where all ranks change, if they do."""
+    def begin(self, session: Session) -> tuple[Mode, Plan | None]:
+        """Returns the mode and the plan of the step that begins; all ranks switch here."""
+        self._log_step = session.step
         if self.is_alone:
-            return
+            return Mode.PLAIN, None
         if self._left == 0:
-            self._advance()
+            self._advance(session)
         self._left -= 1
-        order, holder = self._order, self._holder
-        if order.epoch is None:
-            self.is_plain, self.flushes = True, holder is not None and not order.keeps
+        directive, holder = self._directive, self._state_epoch
+        wanted = directive.epoch
+        if wanted is None:
+            flushes = holder is not None and not directive.keeps_state
         else:
-            self.is_plain = self.flushes = holder not in (None, order.epoch)
-        if self.flushes:
-            self._holder = None
-        elif self.is_plain and holder is None:
-            self._install(None)
-        elif not self.is_plain:
-            self._install(order.epoch)
-            self._holder = order.epoch
-        now = None if self.is_plain else order.epoch
+            flushes = holder not in (None, wanted)
+        self._is_plain = flushes or wanted is None
+        if flushes:
+            self._state_epoch = None
+        elif not self._is_plain:
+            self._state_epoch = wanted
+        now = None if self._is_plain else wanted
         self.num_switches += now != self._last
         self._last = now
+        if flushes:
+            return Mode.FLUSHING, None
+        if now is None:
+            return Mode.PLAIN, None
+        return Mode.TRIAL if self.phase == "trial" else Mode.COMPRESSED, self._plans[now]
 
-    def end(self) -> None:
-        """A step has ended well."""
-        if self._judge is None or self._clock is None:
+    def end(self, engine: Engine) -> None:
+        """Ends a step that went well."""
+        self._log_step += 1
+        if self._policy is None or self._clock is None:
             return
         self._clock.end()
         if self._left == 0:
-            times = self._clock.read(wait=self._order.waits)
-            self._post(self._judge.next(Reply(times)))
+            times = self._clock.read(wait=self._directive.waits)
+            self._post(engine, self._policy.next(Outcome(times)))
 
-    def _advance(self) -> None:
-        """Goes over to the next order."""
+    def _advance(self, session: Session) -> None:
+        """Takes the next directive, measuring first as long as it asks for that."""
         while True:
-            self._take(self._hear())
-            if not self._order.probes:
+            self._take(self._receive(session))
+            if not self._directive.measures:
                 return
-            profile = self._measured()
-            if self._judge is not None:
-                self._post(self._judge.next(Reply(offers=self._offers(profile))))
+            profile = self._measure(session)
+            if self._policy is not None:
+                outcome = Outcome(candidates=self._candidates(profile))
+                self._post(session.engine, self._policy.next(outcome))
 
-    def _measured(self) -> Any:
-        """What the advisor measures; where one rank fails in it, all hear of that."""
-        engine = self._sync.engine
+    def _measure(self, session: Session) -> Any:
+        """Measures; if one rank fails in it, all ranks raise an error that names it."""
+        engine = session.engine
         try:
-            return self._advisor.measure(self._sync)
+            return self._planner.measure(session)
         except (PeerError, AgreementError):
             raise
         except (LinkError, dist.DistError) as error:
@@ -177,58 +187,58 @@ class Auto:
             engine.give_up(error)  # the others wait for this rank
             raise
 
-    def _take(self, order: Order) -> None:
-        self._order, self._left = order, order.steps
-        self.mode, self.reason = order.mode, order.reason
-        if order.waits and self._clock is not None:
+    def _take(self, directive: Directive) -> None:
+        self._directive, self._left = directive, directive.steps
+        self.phase, self.reason = directive.phase, directive.reason
+        if directive.waits and self._clock is not None:
             self._clock.restart()
 
-    def _post(self, order: Order) -> None:
+    def _post(self, engine: Engine, directive: Directive) -> None:
         """Tells all ranks what is next."""
-        order = replace(order, number=self._order.number + 1)
-        text: dict[str, Any] = {"order": asdict(order)}
-        if order.epoch not in (None, self._installed):  # others may have dropped it
-            text["plan"] = self._plans[order.epoch].model_dump(mode="json", exclude_defaults=True)
-        self._sync.engine.post(order.number, json.dumps(text))
-        self._upcoming = order
+        directive = replace(directive, number=self._directive.number + 1)
+        text: dict[str, Any] = {"directive": asdict(directive)}
+        if directive.epoch not in (None, self._posted_plan):  # others may have dropped it
+            plan = self._plans[directive.epoch]
+            text["plan"] = plan.model_dump(mode="json", exclude_defaults=True)
+            self._posted_plan = directive.epoch
+        engine.post(directive.number, json.dumps(text))
+        self._upcoming = directive
 
-    def _hear(self) -> Order:
-        """What rank 0 has posted."""
-        if self._judge is not None:
-            if self._upcoming is None:  # a backward that failed has left its order unfinished
-                self._post(self._order)
-            order, self._upcoming = self._upcoming, None
-            assert order is not None
-            return order
-        what = f"what comes after step {self._sync.step}"
-        text = json.loads(self._sync.engine.hear(self._order.number + 1, what))
-        order = Order(**text["order"])
+    def _receive(self, session: Session) -> Directive:
+        """Returns the directive that rank 0 has posted."""
+        if self._policy is not None:
+            if self._upcoming is None:  # a backward pass failed and left its directive unfinished
+                self._post(session.engine, self._directive)
+            directive, self._upcoming = self._upcoming, None
+            assert directive is not None
+            return directive
+        what = f"what comes after step {session.step}"
+        text = json.loads(session.engine.hear(self._directive.number + 1, what))
         if "plan" in text:
-            plan = Plan.model_validate(text["plan"])
-            self._keep(plan)
-        return order
+            self._keep(Plan.model_validate(text["plan"]))
+        return Directive(**text["directive"])
 
     def _keep(self, plan: Plan) -> None:
         self._plans[plan.epoch] = plan
-        in_use = (self._installed, self._holder, plan.epoch)
+        in_use = (self._posted_plan, self._last, self._state_epoch, plan.epoch)
         for epoch in list(self._plans)[:-KEPT_PLANS]:
             if epoch not in in_use:
                 del self._plans[epoch]
 
-    def _offers(self, profile: Any) -> list[Offer]:
-        """Plans that may pay, numbered; one that is known keeps its number."""
+    def _candidates(self, profile: Any) -> list[Candidate]:
+        """Returns numbered plans that may pay; a plan that is known keeps its number."""
         try:
-            found = self._advisor.shortlist(profile)[:MAX_OFFERS]
-        except Exception as error:  # a job must not end since there is no advice
+            found = self._planner.shortlist(profile)[:MAX_CANDIDATES]
+        except Exception as error:  # a job must not end because there is no plan
             _log.warning("auto: no plan could be made (%s: %s).", type(error).__name__, error)
             return []
-        offers = []
-        for candidate in found:
-            plan = self._known(candidate.plan)
-            offers.append(Offer(epoch=plan.epoch, label=candidate.label, step_s=candidate.step_s))
-        return offers
+        candidates = []
+        for one in found:
+            plan = self._numbered(one.plan)
+            candidates.append(Candidate(epoch=plan.epoch, label=one.label, step_s=one.step_s))
+        return candidates
 
-    def _known(self, plan: Plan) -> Plan:
+    def _numbered(self, plan: Plan) -> Plan:
         def essence(one: Plan) -> list[tuple[Any, ...]]:
             return [
                 (name, d.codec, d.strategy, d.partitions, d.bulk, d.order)
@@ -248,93 +258,41 @@ class Auto:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that is in use; None: plain all-reduce."""
+        """The plan in use; None means plain all-reduce."""
         return None if self._last is None else self._plans[self._last]
 
     @property
-    def loses_offers(self) -> bool:
-        """Whether what was loaded need no longer wait for codecs that take it over."""
-        return self._holder is None or not self.is_plain
+    def holds_state(self) -> bool:
+        """Whether codecs hold state that has not been sent."""
+        return self._state_epoch is not None
 
     @property
-    def holds_nothing(self) -> bool:
-        """Whether no codec remembers anything."""
-        return self.is_plain and self._holder is None and not self.flushes
+    def has_taken_state(self) -> bool:
+        """Whether no codec still has to take over loaded state."""
+        return self._state_epoch is None or not self._is_plain
 
     def stats(self) -> AutoStats:
-        """Where it stands."""
+        """Returns the present decision."""
         return AutoStats(
-            mode=self.mode, epoch=self._last, reason=self.reason, num_switches=self.num_switches
+            mode=self.phase, epoch=self._last, reason=self.reason, num_switches=self.num_switches
         )
 
-    def choice(self, name: str, parameter: torch.Tensor, sparse: frozenset[str]) -> Choice:
-        """What happens to a gradient for now."""
-        rules = self._sync.rules
-        plan = None if self._installed is None else self._plans[self._installed]
-        asked = rules.choice(name, parameter, sparse)
+    def choice(self, spec: GradientSpec, rules: Rules, plan: Plan | None) -> Choice:
+        """Returns what happens to a gradient under a plan; None is plain all-reduce."""
+        asked = rules.choice(spec)
         if plan is None:
             undecided = Choice(codec=NONE, strategy="allreduce", reason=UNDECIDED)
             return asked if asked.reason else undecided
-        choice = replace(rules, plan=plan).choice(name, parameter, sparse)
+        choice = replace(rules, plan=plan).choice(spec)
         return replace(choice, codec=NONE, reason=asked.reason) if asked.reason else choice
 
     def skipped(self, reasons: dict[str, str]) -> dict[str, str]:
-        """Why gradients are left alone, with what was last decided."""
+        """Completes the reasons of uncompressed gradients with the last decision."""
         return {
             name: f"auto: {self.reason}" if reason == UNDECIDED else reason
             for name, reason in reasons.items()
         }
 
-    def _install(self, epoch: int | None) -> None:
-        """Lays gradients out for a plan; all ranks come here in the same step."""
-        if epoch == self._installed:
-            return
-        sync = self._sync
-        if epoch is not None:
-            text = self._plans[epoch].model_dump_json()
-            digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-            facts = {"step": sync.step, "epoch of the plan": epoch, "plan": digest}
-            sync.engine.agree("a new plan", facts)
-        self._installed = epoch
-        sync.lay_out()
-        optimizer = sync.settings.optimizer
-        if epoch is not None and self._is_first and optimizer is not None:
-            compressed = [g for g in sync.gradients.values() if g.is_compressed]
-            pairs = [(g.parameter, g.choice.codec) for g in compressed]
-            for sentence in optimizer_checks.warnings(optimizer, pairs):
-                if sentence not in self._warnings:
-                    self._warnings.add(sentence)
-                    _log.warning(sentence)
-
-    def say(self, line: str) -> None:
-        """A line in the log, from rank 0."""
-        if self._is_first:
-            _log.info("auto, step %d: %s", self._sync.step, line)
-
-    # --- checkpoints ------------------------------------------------------------------------------
-
-    def saved(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint that does not depend on the plan of the moment.
-
-        A run that goes on begins plain. So what codecs remember is owed by every rank: the mean
-        of it, which is all that training sees of it.
-        """
-        state["gradients"], state["ranks"], state["shared"] = {}, {}, {}
-        for name in self.names:
-            # Always there: DCP loads what a fresh run would save.
-            numel = self._sync.gradients[name].parameter.numel()
-            owed = state["owed"].setdefault(name, torch.zeros(numel))
-            if (left := state["mean"].get(name, {}).get("residual")) is not None:
-                state["owed"][name] = owed + left
-        state["mean"] = {}
-        return state
-
-    @property
-    def names(self) -> list[str]:
-        """Gradients that plans may compress."""
-        sync = self._sync
-        return [
-            name
-            for name, gradient in sync.gradients.items()
-            if not sync.rules.choice(name, gradient.parameter, sync.sparse).reason
-        ]
+    def _say(self, line: str) -> None:
+        """Logs a line; only rank 0 has a policy that calls this after the start."""
+        _log.info("auto, step %d: %s", self._log_step, line)

@@ -1,27 +1,38 @@
-"""Gradients, and how those of a bucket are put together for the exchange."""
+"""A gradient with what was decided for it, and how the gradients of a bucket travel together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
+from hipress.casync.graphs import grouping
 from hipress.casync.graphs.partitions import Placement
 from hipress.codecs.base import Codec
+from hipress.session.adapter import GradientSpec
 from hipress.session.selection import Choice
-from hipress.torch import optimizer_checks
+
+MOMENTUM = frozenset({"momentum", "velocity"})
+"""Names of codec state that hold an average of past gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """One parameter's gradient and what was decided for it."""
+    """One gradient and what was decided for it."""
 
-    name: str
-    parameter: torch.Tensor
+    spec: GradientSpec
     choice: Choice
     placements: tuple[Placement, ...]
+    """Its partitions and their routes; empty if it is not compressed."""
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter."""
+        return self.spec.name
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.spec.numel
 
     @property
     def is_compressed(self) -> bool:
@@ -31,79 +42,87 @@ class Gradient:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Gradients of a bucket that travel together."""
+    """Gradients of one bucket that travel together."""
 
     codec: Codec
     strategy: str
     gradients: tuple[Gradient, ...]
     placements: tuple[tuple[Placement, ...], ...] | None
     spans: tuple[tuple[int, int], ...]
-    """Of each in the bucket's buffer."""
-    wants_rate: bool
-    wants_weights: bool
+    """First element and end of each gradient in the buffer of the bucket."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the gradients."""
+        """The names of the gradients."""
         return tuple(gradient.name for gradient in self.gradients)
 
+    @property
+    def wants_rate(self) -> bool:
+        """Whether the codec must follow the learning rate."""
+        return "momentum" in self.codec.state_names
 
-def grouped(
-    gradients: Sequence[Gradient], optimizer: torch.optim.Optimizer | None = None
-) -> list[Group]:
-    """The gradients of a bucket, in its order, by what is decided for them.
+    @property
+    def wants_weights(self) -> bool:
+        """Whether the codec applies weight decay."""
+        return "weight" in self.codec.state_names
 
-    Args:
-        gradients: Of the bucket.
-        optimizer: Parameters in different groups of it have different learning rates, which
-            codecs with momentum want to know.
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The gradients that the framework hands over in one buffer."""
+
+    names: tuple[str, ...]
+    groups: tuple[Group, ...]
+    """In the order in which they start; empty if no codec takes the buffer's elements."""
+
+    @property
+    def has_codec(self) -> bool:
+        """Whether any of its gradients is compressed."""
+        return any(group.codec.name != "none" for group in self.groups)
+
+
+def has_momentum(codec: Codec) -> bool:
+    """Returns whether a codec sends the momentum of gradients."""
+    return bool(MOMENTUM & set(codec.state_names))
+
+
+def applies_decay(codec: Codec) -> bool:
+    """Returns whether a codec adds weight decay before it accumulates."""
+    return "weight" in codec.state_names
+
+
+def grouped(gradients: Sequence[Gradient]) -> tuple[Group, ...]:
+    """Groups the gradients of a bucket, given in its order, by what was decided for them.
+
+    Gradients with different learning rates are apart where the codec must follow the rate.
     """
-    rated = _groups_of(optimizer)
-    found: dict[tuple[Any, ...], list[tuple[Gradient, tuple[int, int]]]] = {}
+    placed: list[tuple[Gradient, tuple[int, int]]] = []
     at = 0
     for gradient in gradients:
-        span = (at, at + gradient.parameter.numel())
-        at = span[1]
-        choice = gradient.choice
-        rate = (
-            rated.get(id(gradient.parameter))
-            if optimizer_checks.has_momentum(choice.codec)
-            else None
+        placed.append((gradient, (at, at + gradient.numel)))
+        at += gradient.numel
+
+    def key(item: tuple[Gradient, tuple[int, int]]) -> grouping.GroupKey:
+        spec, choice = item[0].spec, item[0].choice
+        return grouping.GroupKey(
+            codec=choice.codec.name,
+            strategy=choice.strategy,
+            rate=spec.rate_group if has_momentum(choice.codec) else None,
+            bulk=choice.bulk,
+            order=choice.order,
         )
-        kind = (choice.codec.name, choice.strategy, rate, choice.bulk, choice.order)
-        found.setdefault(kind, []).append((gradient, span))
+
     groups = []
-    for (_, strategy, *_), members in found.items():
-        codec = members[0][0].choice.codec
+    for found, members in grouping.grouped(placed, key).items():
         inside = tuple(gradient for gradient, _ in members)
+        compressed = inside[0].is_compressed
         groups.append(
             Group(
-                codec=codec,
-                strategy=strategy,
+                codec=inside[0].choice.codec,
+                strategy=found.strategy,
                 gradients=inside,
-                placements=tuple(g.placements for g in inside) if inside[0].is_compressed else None,
+                placements=tuple(g.placements for g in inside) if compressed else None,
                 spans=tuple(span for _, span in members),
-                wants_rate="momentum" in codec.init(torch.zeros(1)),
-                wants_weights=optimizer_checks.decays(codec),
             )
         )
-    return sorted(groups, key=_turn)
-
-
-def _turn(group: Group) -> int:
-    """When it starts: what is compressed first, which takes longest, unless the plan says more."""
-    order = group.gradients[0].choice.order
-    return int(group.codec.name == "none") if order is None else order
-
-
-def flat(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's elements in the order in which DDP's buckets hold its gradient."""
-    parameter = parameter.detach()
-    if parameter.is_contiguous():
-        return parameter.view(-1)
-    return torch.as_strided(parameter, (parameter.numel(),), (1,), parameter.storage_offset())
-
-
-def _groups_of(optimizer: torch.optim.Optimizer | None) -> Mapping[int, int]:
-    groups = () if optimizer is None else optimizer.param_groups
-    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    return tuple(groups)

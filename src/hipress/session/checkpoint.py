@@ -1,14 +1,15 @@
-"""What the codecs remember, as a checkpoint: all ranks' of it, by parameter name.
+"""Checkpoints of codec state: that of all ranks, by parameter name.
 
     version, world_size, hosts, step, scale, rates
     gradients   name: number of elements, codec, strategy
-    ranks       rank, name: what that rank's worker remembers, one value for each element
-    shared      name, role: what is remembered of means (the way back, a ring's hops), of which
-                each element lies on one rank
-    mean        name: what all of it comes to, for a run with another number of ranks
+    ranks       rank, name: state of that rank's worker, one value for each element
+    shared      name, role: state kept for means (the way back, the hops of a ring), of which each
+                element lies on one rank
+    mean        name: the sum of all of it over ranks, for a run with another number of ranks
     owed        name: what every rank adds to its next gradient besides; mostly zero
 
-All is by element, nothing by chunk or bucket: how gradients are cut may change between runs.
+Everything is stored by element, nothing by chunk or bucket, because the cutting of gradients may
+change between runs.
 """
 
 from __future__ import annotations
@@ -22,118 +23,134 @@ import torch
 import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine
-from hipress.casync.engine.recipe import RANDOM_KEYS, codes_local
+from hipress.casync.engine.recipe import codes_local
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.graph import Kind, Verb
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError
+from hipress.session.mode import Mode
 
 if TYPE_CHECKING:
     from hipress.session.buckets import Gradient
-    from hipress.torch.sync import Sync
+    from hipress.session.session import Session
 
 _log = logging.getLogger("hipress")
 
 VERSION = 1
 UNSENT = ("residual", "added_residual")
-"""What was not sent yet, and must be; the rest is an average of the past."""
+"""State that was not sent yet and must be; other state is an average of the past."""
 
 
 def unsent(engine: Engine, gradient: Gradient) -> torch.Tensor:
-    """What this rank must add to its gradient so that the mean over ranks has all of it."""
-    parameter = gradient.parameter
-    total = torch.zeros(parameter.numel(), device=parameter.device)
-    held = engine.keeper.whole(gradient.name, parameter.numel(), parameter.device)
+    """Returns what this rank adds to its gradient so that the mean contains all unsent state."""
+    device = gradient.spec.device
+    total = torch.zeros(gradient.numel, device=device)
+    held = engine.keeper.whole(gradient.name, gradient.numel, device)
     for (kind, merged, key), value in held.items():
         if key in UNSENT and _is_own(engine, gradient, kind, merged, key):
             total.add_(value, alpha=_factor(engine, gradient, kind, merged))
     return total
 
 
-def save(sync: Sync) -> dict[str, Any]:
-    """The checkpoint, the same on all ranks; collective."""
+def save(session: Session) -> dict[str, Any]:
+    """Returns the checkpoint, the same on all ranks; collective."""
     found: dict[str, Any] = {
         "version": VERSION,
         "world_size": 1,
         "hosts": "0",
-        "step": sync.step,
-        "scale": sync.scale,
+        "step": session.step,
+        "scale": session.scale,
         "rates": {},
         "gradients": {},
         "ranks": {},
         "shared": {},
         "mean": {},
-        "owed": {name: owed.to("cpu", copy=True) for name, owed in sync.owed.items()},
+        "owed": {name: owed.to("cpu", copy=True) for name, owed in session.owed.items()},
     }
-    if sync._engine is None:
-        return found if sync.loaded is None else sync.loaded
-    engine = sync._engine
+    if not session.is_open:
+        return found if session.loaded is None else session.loaded
+    engine = session.engine
     engine.settle()
-    engine.agree("state_dict", {"step": sync.step, "gradients": list(sync.gradients)})
+    engine.agree("state_dict", {"step": session.step, "gradients": list(session.gradients)})
     num_ranks = found["world_size"] = engine.transport.num_ranks
     found["hosts"] = _hosts(engine)
-    optimizer = sync.settings.optimizer
-    for group in optimizer.param_groups if optimizer is not None else ():
-        known = {id(g.parameter): name for name, g in sync.gradients.items()}
-        for name in (known[id(p)] for p in group["params"] if id(p) in known):
-            # Also before the first step: DCP loads what a fresh run would save.
-            found["rates"][name] = sync.rates.get(name, float(group["lr"]))
+    for name, rate in session.adapter.learning_rates().items():
+        # Also before the first step: DCP loads what a fresh run would save.
+        found["rates"][name] = session.rates.get(name, rate)
     found["ranks"] = {str(rank): {} for rank in range(num_ranks)}
-    for name, gradient in sync.gradients.items():
+    for name, gradient in session.gradients.items():
         if not gradient.is_compressed:
             continue
         choice = gradient.choice
         found["gradients"][name] = {
-            "numel": gradient.parameter.numel(),
+            "numel": gradient.numel,
             "codec": choice.codec.name,
             "strategy": choice.strategy,
         }
-        workers, shared, mean = _gathered(sync, engine, gradient)
+        workers, shared, mean = _gathered(session, engine, gradient)
         for rank, state in enumerate(workers):
             found["ranks"][str(rank)][name] = state
         found["shared"][name] = shared
         # Always there: DCP loads what a fresh run would save.
-        found["owed"].setdefault(name, torch.zeros(gradient.parameter.numel()))
+        found["owed"].setdefault(name, torch.zeros(gradient.numel))
         found["mean"][name] = mean
-    return found
+    return found if session.auto is None else _without_plan(session, found)
 
 
-def load(sync: Sync, state: dict[str, Any]) -> None:
-    """Takes a checkpoint over, or raises and leaves everything as it was."""
+def _without_plan(session: Session, state: dict[str, Any]) -> dict[str, Any]:
+    """Makes a checkpoint of `auto` independent of the plan that happens to be in use.
+
+    A resumed run begins uncompressed. So every rank owes what codecs hold: the mean of it, which is
+    all that training sees.
+    """
+    state["gradients"], state["ranks"], state["shared"] = {}, {}, {}
+    for name, gradient in session.gradients.items():
+        if session.rules.choice(gradient.spec).reason:
+            continue  # no plan compresses it
+        # Always present: DCP loads what a fresh run would save.
+        owed = state["owed"].setdefault(name, torch.zeros(gradient.numel))
+        if (left := state["mean"].get(name, {}).get("residual")) is not None:
+            state["owed"][name] = owed + left
+    state["mean"] = {}
+    return state
+
+
+def load(session: Session, state: dict[str, Any]) -> None:
+    """Loads a checkpoint, or raises and changes nothing."""
     _check(state)
-    if not sync.enabled or sync._detached:
+    if session.mode.current is Mode.DETACHED:
         _log.warning(
-            "what the checkpoint's residuals hold is left out: the exchange is %s.",
-            "detached" if sync.enabled else "not enabled",
+            "the residuals of the checkpoint are ignored: the exchange is %s.",
+            "detached" if session.enabled else "not enabled",
         )
         return
-    for name, facts in state["gradients"].items() if sync.gradients else ():
-        _check_fit(sync, state, name, facts)
-    owed = _owed(sync, state)
-    if sync._engine is not None:
-        sync._engine.settle()
-        sync._engine.agree(
+    for name, facts in state["gradients"].items() if session.gradients else ():
+        _check_fit(session, state, name, facts)
+    owed = _owed(session, state)
+    if session.is_open:
+        session.engine.settle()
+        session.engine.agree(
             "load_state_dict", {"step": state["step"], "world_size": state["world_size"]}
         )
-    sync.step, sync.scale = int(state["step"]), state["scale"]
-    sync.rates = {}
-    sync.owed = owed
-    sync.loaded = state
-    if sync._engine is not None:
-        sync._engine.keeper.clear()
-    for gradient in sync.gradients.values():
-        restore(sync, gradient)
+    session.step, session.scale = int(state["step"]), state["scale"]
+    session.rates = {}
+    session.owed = owed
+    session.loaded = state
+    if session.is_open:
+        session.engine.keeper.clear()
+    for gradient in session.gradients.values():
+        restore(session, gradient)
 
 
-def restore(sync: Sync, gradient: Gradient) -> None:
-    """Hands what was loaded to a gradient, once that is known."""
-    state, engine, name = sync.loaded, sync.engine, gradient.name
+def restore(session: Session, gradient: Gradient) -> None:
+    """Gives loaded state to a gradient that has just been registered."""
+    state, engine, name = session.loaded, session.engine, gradient.name
     if state is None or name not in state["gradients"]:
         return
     facts = state["gradients"][name]
-    _check_fit(sync, state, name, facts)
+    _check_fit(session, state, name, facts)
     if name in state["rates"]:
-        sync.rates[name] = state["rates"][name]
+        session.rates[name] = state["rates"][name]
     choice = gradient.choice
     same = (choice.codec.name, choice.strategy) == (facts["codec"], facts["strategy"])
     same = same and state["world_size"] == engine.transport.num_ranks
@@ -142,11 +159,11 @@ def restore(sync: Sync, gradient: Gradient) -> None:
     if same:
         _restore_exactly(engine, gradient, state)
     else:
-        _share_out(sync, engine, gradient, state["mean"][name])
+        _share_out(session, engine, gradient, state["mean"][name])
 
 
 def _restore_exactly(engine: Engine, gradient: Gradient, state: dict[str, Any]) -> None:
-    """Every rank gets its own back."""
+    """Gives every rank its own state back."""
     name = gradient.name
     own = state["ranks"][str(engine.transport.rank)][name]
     for key, held in own.items():
@@ -157,13 +174,13 @@ def _restore_exactly(engine: Engine, gradient: Gradient, state: dict[str, Any]) 
 
 
 def _share_out(
-    sync: Sync, engine: Engine, gradient: Gradient, mean: dict[str, torch.Tensor]
+    session: Session, engine: Engine, gradient: Gradient, mean: dict[str, torch.Tensor]
 ) -> None:
-    """Every rank gets the mean of all, so that the mean over ranks is what it was."""
+    """Gives every rank the mean, so that the mean over ranks is what it was."""
     name = gradient.name
     if (left := mean.get(UNSENT[0])) is not None:
-        before = sync.owed.get(name)
-        sync.owed[name] = left.clone() if before is None else left + before.to(left.device)
+        before = session.owed.get(name)
+        session.owed[name] = left.clone() if before is None else left + before.to(left.device)
     for key, held in mean.items():
         if key not in UNSENT:
             engine.keeper.offer(name, Kind.FRAME, 1, key, held)
@@ -180,7 +197,7 @@ def _check(state: dict[str, Any]) -> None:
     for key, kind in kinds.items():
         if not newer and (key not in given or not isinstance(given[key], kind)):
             raise UsageError(
-                "load_state_dict was given something else than what sync.state_dict() returned: "
+                "load_state_dict was given something else than what session.state_dict() returned: "
                 f"{key!r} is {given.get(key)!r}; load the entry of your checkpoint that holds it."
             )
     if state["version"] > VERSION:
@@ -190,30 +207,32 @@ def _check(state: dict[str, Any]) -> None:
         )
 
 
-def _owed(sync: Sync, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What gradients of this model are owed; refuses the checkpoint of another model."""
+def _owed(session: Session, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns what is owed to gradients of this model; raises for another model's checkpoint."""
     found = {}
     for name, owed in state["owed"].items():
-        if name in sync.others and name in state["gradients"]:
+        if name in session.untrained and name in state["gradients"]:
             continue  # said already
         numel = owed.numel() if isinstance(owed, torch.Tensor) else None
-        if (not sync.gradients or _is_trained(sync, name, numel)) and owed.any():
+        if (not session.gradients or _is_trained(session, name, numel)) and owed.any():
             found[name] = owed.clone()
     return found
 
 
-def _is_trained(sync: Sync, name: str, found: Any) -> bool:
-    """Whether the model trains what a checkpoint names, with so many elements; warns where it does
-    not any more, refuses what it does not have."""
-    if name in sync.others:
-        _log.warning("what was not sent of %r is left out: it is not trained any more.", name)
+def _is_trained(session: Session, name: str, found: Any) -> bool:
+    """Returns whether the model trains a gradient of the checkpoint with so many elements.
+
+    Warns if it is no longer trained; raises if the model does not have it.
+    """
+    if name in session.untrained:
+        _log.warning("the unsent state of %r is ignored: it is no longer trained.", name)
         return False
-    if name not in sync.gradients:
+    if name not in session.gradients:
         raise UsageError(
-            f"the checkpoint holds what was not sent of {name!r}, which this model does not have; "
+            f"the checkpoint holds unsent state of {name!r}, which this model does not have; "
             "load the checkpoint of this model."
         )
-    numel = sync.gradients[name].parameter.numel()
+    numel = session.gradients[name].parameter.numel()
     if numel != found:
         raise UsageError(
             f"the checkpoint's {name!r} has {found} elements and this model's has {numel}; load "
@@ -222,37 +241,37 @@ def _is_trained(sync: Sync, name: str, found: Any) -> bool:
     return True
 
 
-def _check_fit(sync: Sync, state: dict[str, Any], name: str, facts: Any) -> None:
-    """Refuses the checkpoint of another model."""
-    if not _is_trained(sync, name, facts.get("numel") if isinstance(facts, dict) else facts):
+def _check_fit(session: Session, state: dict[str, Any], name: str, facts: Any) -> None:
+    """Raises for the checkpoint of another model."""
+    if not _is_trained(session, name, facts.get("numel") if isinstance(facts, dict) else facts):
         return
     tensors = [state["mean"].get(name), state["shared"].get(name)]
-    num_ranks = sync.engine.transport.num_ranks
+    num_ranks = session.engine.transport.num_ranks
     if num_ranks == state["world_size"]:  # of another number only the mean is needed
         tensors += [state["ranks"].get(str(r), {}).get(name) for r in range(num_ranks)]
     if not all(isinstance(one, dict) for one in tensors):
         raise UsageError(
-            f"the checkpoint lacks what some rank kept of {name!r}; it is damaged: load an older "
-            "one."
+            f"the checkpoint lacks the state of {name!r} of some rank; it is damaged: load an "
+            "older one."
         )
 
 
 def _hosts(engine: Engine) -> str:
-    """The host of each rank, as text."""
+    """Returns the host of each rank as text."""
     return ",".join(map(str, engine.hosts))
 
 
 def _role(kind: Kind, merged: int) -> str:
-    """The name of what is shared, the same for any number of ranks where that can be."""
+    """Returns the name of shared state, for any number of ranks where possible."""
     return kind.value if kind is Kind.BACK else f"{kind.value}-{merged}"
 
 
 def _gathered(
-    sync: Sync, engine: Engine, gradient: Gradient
+    session: Session, engine: Engine, gradient: Gradient
 ) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any], dict[str, torch.Tensor]]:
-    """What all ranks remember of a gradient: by worker, shared, and what it comes to."""
-    numel, num_ranks = gradient.parameter.numel(), engine.transport.num_ranks
-    codec, device = gradient.choice.codec, gradient.parameter.device
+    """Returns the state of a gradient on all ranks: by worker, shared, and their mean."""
+    numel, num_ranks = gradient.numel, engine.transport.num_ranks
+    codec, device = gradient.choice.codec, gradient.spec.device
     held = engine.keeper.whole(gradient.name, numel, device)
     blank = torch.zeros(numel, device=device)
     workers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_ranks)]
@@ -260,7 +279,7 @@ def _gathered(
     mean: dict[str, torch.Tensor] = {}
     for key in _memory(codec):
         own = held.get((Kind.FRAME, 1, key), blank)
-        for rank, one in enumerate(_all_gather(sync, own)):
+        for rank, one in enumerate(_all_gather(session, own)):
             workers[rank][key] = one
             _add(mean, key, one, _factor(engine, gradient, Kind.FRAME, 1, rank) / num_ranks)
     for kind, merged in _roles(engine, gradient):
@@ -268,7 +287,7 @@ def _gathered(
             own = held.get((kind, merged, key), blank)
             if not _is_own(engine, gradient, kind, merged, key):
                 own = blank
-            one = _all_sum(sync, own)
+            one = _all_sum(session, own)
             shared.setdefault(_role(kind, merged), {})[key] = one
             if key in UNSENT:
                 _add(mean, key, one, _factor(engine, gradient, kind, merged) / num_ranks)
@@ -276,7 +295,7 @@ def _gathered(
 
 
 def _is_own(engine: Engine, gradient: Gradient, kind: Kind, merged: int, key: str) -> bool:
-    """Whether this rank counts for what is remembered: all ranks were offered what is shared."""
+    """Returns whether this rank's copy counts: all ranks were given loaded shared state."""
     if kind is Kind.FRAME or engine.transport.rank == 0:
         return True
     return engine.keeper.offered(gradient.name, kind, merged, key) is None
@@ -288,12 +307,12 @@ def _add(mean: dict[str, torch.Tensor], key: str, value: torch.Tensor, share: fl
 
 
 def _memory(codec: Codec) -> list[str]:
-    """What a codec remembers of each element; parameters that it only looks at are not saved."""
-    return [key for key in codec.init(torch.zeros(1)) if key not in (*RANDOM_KEYS, "weight")]
+    """Returns the names of saved state; parameters that a codec only reads are not saved."""
+    return [key for key in codec.state_names if key != "weight"]
 
 
 def _roles(engine: Engine, gradient: Gradient) -> list[tuple[Kind, int]]:
-    """What is encoded besides a worker's own gradient, on any rank."""
+    """Returns what any rank encodes besides a worker's own gradient."""
     hosts = engine.hosts
     cluster = strategies.Cluster(
         hosts=hosts, codes_local=codes_local(gradient.choice.codec, len(hosts))
@@ -310,7 +329,7 @@ def _roles(engine: Engine, gradient: Gradient) -> list[tuple[Kind, int]]:
 def _factor(
     engine: Engine, gradient: Gradient, kind: Kind, merged: int, rank: int | None = None
 ) -> int:
-    """How many ranks' gradients are in what a rank (this one if None) encodes."""
+    """Returns how many ranks' gradients are in what a rank (this one if None) encodes."""
     if kind is Kind.BACK:
         return len(engine.hosts)
     if kind is Kind.PARTIAL:
@@ -320,25 +339,25 @@ def _factor(
     return 1
 
 
-def _all_gather(sync: Sync, own: torch.Tensor) -> list[torch.Tensor]:
-    found = [torch.empty_like(own) for _ in range(sync.engine.transport.num_ranks)]
-    with _named(sync):
-        dist.all_gather(found, own, group=sync.process_group)
+def _all_gather(session: Session, own: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(own) for _ in range(session.engine.transport.num_ranks)]
+    with _named(session):
+        dist.all_gather(found, own, group=session.process_group)
     return [one.cpu() for one in found]
 
 
-def _all_sum(sync: Sync, own: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks of values of which one rank holds each, to the last bit."""
+def _all_sum(session: Session, own: torch.Tensor) -> torch.Tensor:
+    """Returns the exact sum over ranks of values that are zero on all ranks but one."""
     total = own.clone()
-    with _named(sync):
-        dist.all_reduce(total.view(torch.int32), group=sync.process_group)
+    with _named(session):
+        dist.all_reduce(total.view(torch.int32), group=session.process_group)
     return total.cpu()
 
 
 @contextmanager
-def _named(sync: Sync) -> Iterator[None]:
-    """An error of torch's in here becomes one that names the rank which is gone."""
+def _named(session: Session) -> Iterator[None]:
+    """Turns an error of torch into one that names the lost rank."""
     try:
         yield
     except RuntimeError as error:
-        raise sync.engine.explain(error) from error
+        raise session.engine.explain(error) from error

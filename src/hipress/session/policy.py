@@ -1,10 +1,11 @@
-"""When to compress: what an automatic exchange does next, told from the times of steps so far.
+"""The policy of `auto`: what all ranks do next, decided on rank 0 from step times alone.
 
-    measure   plain steps, then everybody measures links, codecs and the model
-    trial     blocks of steps with each plan that may pay, and plain ones as their control
-    watch     the winner; now and then a few plain steps, and all the time an eye on the clock
+    measure   uncompressed steps, then all ranks measure links, codecs and the model
+    trial     blocks of steps with each candidate plan, and uncompressed steps as their control
+    watch     the winner; from time to time a few uncompressed steps, and step times all the time
 
-No torch in here and no other rank: rank 0 asks its judge, and all ranks do what it says.
+This module knows neither torch nor other ranks. Rank 0 asks its policy for a `Directive`, and all
+ranks carry it out (`auto.py`).
 """
 
 from __future__ import annotations
@@ -12,33 +13,115 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
-from hipress.session.directives import Limits, Offer, Order, Reply
-from hipress.session.times import are_far, is_clear, is_faster
-
 Times = dict["int | None", list[float]]
-"""Step times by the epoch of the plan; None: plain."""
+"""Step times by the epoch of the plan; None stands for plain all-reduce."""
 
 
-Orders = Generator[Order, Reply, None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long the phases last, and how much step times must differ to matter."""
+
+    first_steps: int = 5
+    """Uncompressed steps before anything is measured; DDP builds its buckets in the first two."""
+    gain: float = 0.03
+    """A plan is chosen only if it is faster than plain all-reduce by this share."""
+    drift_up: float = 1.3
+    drift_down: float = 0.7
+    """Step times outside these multiples of the reference count as a change."""
+    window: int = 6
+    """Number of steps whose median is watched."""
+    in_a_row: int = 3
+    """Number of consecutive medians that must be outside before a change is believed."""
+    look_every: tuple[int, int] = (4, 16)
+    """Least and most steps between two looks at the times."""
+    look_s: float = 0.12
+    """Least seconds between two looks; each costs the other ranks a store read of 0.3 ms."""
+    control_every: tuple[int, int] = (200, 2000)
+    """Steps between two uncompressed controls of a plan: at first, and in the end."""
+    close: float = 1.15
+    close_every: tuple[int, int] = (50, 400)
+    """The same for a plan that is faster by less than `close`, where a control costs little."""
+    control_share: float = 0.01
+    """Share of all time that uncompressed controls may cost."""
+    block: tuple[int, int] = (3, 8)
+    """Least and most counted steps of a trial block."""
+    block_s: float = 0.4
+    """Approximate seconds of a trial block."""
+    far: float = 1.5
+    """Median times that differ by this factor need no second block."""
+    rounds: int = 4
+    """Most blocks of each kind when they do not."""
+    replan_share: float = 0.02
+    """Share of all time that planning without a new result may cost."""
+    tolerance: float = 1.15
+    """A predicted time worse than the best measured one by this factor is not tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """What all ranks do for the next steps."""
+
+    number: int
+    steps: int
+    epoch: int | None
+    """Epoch of the plan to use; None means plain all-reduce."""
+    keeps_state: bool = False
+    """Whether codec state is kept for a later directive; otherwise the first plain step sends it."""
+    measures: bool = False
+    """Whether all ranks measure now. Such a directive has no steps; another one follows."""
+    waits: bool = True
+    """Whether the times of all its steps are needed before the next directive."""
+    phase: str = "measure"
+    """`measure`, `trial`, `plain` or `compressed`."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan that may be faster than plain all-reduce."""
+
+    epoch: int
+    label: str
+    step_s: float
+    """Predicted seconds of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one directive."""
+
+    times: Sequence[float] = ()
+    candidates: Sequence[Candidate] = ()
+
+
+Directives = Generator[Directive, Outcome, None]
+
+FIRST_REASON = "it measures first"
+
+
+def first_directive(steps: int) -> Directive:
+    """Returns the directive that every rank starts with, without communication."""
+    return Directive(number=0, steps=steps, epoch=None, reason=FIRST_REASON)
 
 
 class Policy:
-    """Gives one order after the other.
+    """Issues one directive after the other.
 
     Args:
-        limits: See there.
-        say: Told in a line of every change.
-        clock: Seconds.
+        limits: Durations and thresholds.
+        say: Called with one sentence for every change of the choice.
+        clock: Returns seconds.
 
     Example:
-        >>> from hipress.session.directives import Limits, Reply
-        >>> judge = Policy(Limits(first_steps=5))
-        >>> judge.first().steps
+        >>> from hipress.session.policy import Limits, Outcome, Policy
+        >>> policy = Policy(Limits(first_steps=5))
+        >>> policy.first().steps
         5
-        >>> judge.next(Reply([0.1] * 5)).probes, judge.next(Reply(offers=[])).mode
+        >>> policy.next(Outcome([0.1] * 5)).measures, policy.next(Outcome(candidates=[])).phase
         (True, 'plain')
     """
 
@@ -53,37 +136,37 @@ class Policy:
         self._clock = clock
         self._number = -1
         self._epoch: int | None = None
-        self._reason = "it measures first"
+        self._reason = FIRST_REASON
         self._labels: dict[int, str] = {}
-        self._holder: int | None = None
-        """The plan whose codecs remember something."""
+        self._state_epoch: int | None = None
+        """Epoch of the plan whose codecs hold state."""
         self._times: Times = {}
-        """Of the last trial."""
+        """Step times of the last trial."""
         self._pairs: deque[float] = deque(maxlen=7)
-        """Plain over compressed step times, of the last controls."""
-        self._free_at = 0.0
-        """When planning may be tried again."""
-        self._num_vain = 0
-        self._life = self._live()
+        """Ratios of uncompressed to compressed step times in the last controls."""
+        self._replan_after = 0.0
+        """Time from which planning may be tried again."""
+        self._num_unchanged = 0
+        self._directives = self._phases()
 
-    def first(self) -> Order:
-        """What to begin with."""
-        return next(self._life)
+    def first(self) -> Directive:
+        """Returns the directive to start with."""
+        return next(self._directives)
 
-    def next(self, reply: Reply) -> Order:
-        """What to do after an order."""
-        return self._life.send(reply)
+    def next(self, outcome: Outcome) -> Directive:
+        """Returns the directive that follows, given the outcome of the last one."""
+        return self._directives.send(outcome)
 
     # --- the phases -------------------------------------------------------------------------------
 
-    def _live(self) -> Orders:
+    def _phases(self) -> Directives:
         limits = self.limits
-        reply = yield self._order(None, limits.first_steps, mode="measure")
-        known: Times = {None: list(reply.times[2:] or reply.times)}
-        offers = (yield self._order(None, 0, probes=True, mode="measure")).offers
-        times = yield from self._trial(offers, known, is_old=True)
-        # The first steps are no measure of those to come.
-        self._settle(times if offers else {}, "")
+        outcome = yield self._directive(None, limits.first_steps, phase="measure")
+        known: Times = {None: list(outcome.times[2:] or outcome.times)}
+        candidates = (yield self._directive(None, 0, measures=True, phase="measure")).candidates
+        times = yield from self._trial(candidates, known, is_old=True)
+        # Without candidates the first steps are no reference for those to come.
+        self._choose(times if candidates else {}, "")
         while True:
             why, recent = yield from self._watch()
             if not why:
@@ -91,46 +174,46 @@ class Policy:
             began, before = self._clock(), self._epoch
             self._say(f"{why}: it measures and plans again.")
             self._reason = why
-            offers = (yield self._order(None, 0, probes=True, keeps=True, mode="measure")).offers
-            times = yield from self._trial(offers, {before: recent}, is_old=False)
-            self._settle(times, f"{why}, and ")
-            # What it took; planning in vain must stay a small share of all time.
-            # Halved and not forgotten by a change of the choice: two that are alike take turns.
-            self._num_vain = self._num_vain + 1 if self._epoch == before else self._num_vain // 2
-            rest = (self._clock() - began) * 2.0**self._num_vain
-            self._free_at = self._clock() + (
-                rest / limits.replan_share / 2 if self._num_vain else 2 * rest
+            candidates = (yield self._directive(None, 0, measures=True, keeps_state=True, phase="measure")).candidates
+            times = yield from self._trial(candidates, {before: recent}, is_old=False)
+            self._choose(times, f"{why}, and ")
+            # Planning that changes nothing must stay a small share of all time, so each such attempt
+            # doubles the pause. A change halves the count: two equal plans may alternate.
+            self._num_unchanged = self._num_unchanged + 1 if self._epoch == before else self._num_unchanged // 2
+            rest = (self._clock() - began) * 2.0**self._num_unchanged
+            self._replan_after = self._clock() + (
+                rest / limits.replan_share / 2 if self._num_unchanged else 2 * rest
             )
 
     def _trial(
-        self, offers: Sequence[Offer], known: Times, *, is_old: bool
-    ) -> Generator[Order, Reply, Times]:
-        """Times of plans and of plain steps.
+        self, candidates: Sequence[Candidate], known: Times, *, is_old: bool
+    ) -> Generator[Directive, Outcome, Times]:
+        """Returns step times of the candidates and of uncompressed steps.
 
         Args:
-            offers: The most promising first.
-            known: Times of what has just been running.
-            is_old: Whether they are of the first steps, which are good enough to refuse a plan
-                by but not to choose one.
+            candidates: The most promising first.
+            known: Step times of what has just been running.
+            is_old: Whether `known` comes from the first steps, which may reject a plan but not
+                choose one.
         """
         limits, times = self.limits, dict(known)
-        self._labels.update((offer.epoch, offer.label) for offer in offers)
-        if not offers and self._epoch is None:
+        self._labels.update((candidate.epoch, candidate.label) for candidate in candidates)
+        if not candidates and self._epoch is None:
             return times
         count = self._count(min(map(median, times.values())))
         if None not in times:
             times[None] = yield from self._block(None, limits.block[0])
-        for offer in offers:
-            if offer.epoch in times:
+        for candidate in candidates:
+            if candidate.epoch in times:
                 continue
             best, plain = _best(times), median(times[None])
-            if best * limits.far < plain and offer.step_s > limits.tolerance * best:
+            if best * limits.far < plain and candidate.step_s > limits.tolerance * best:
                 continue
-            found = yield from self._block(offer.epoch, 2)
+            found = yield from self._block(candidate.epoch, 2)
             if min(found) < limits.far * plain:
-                found += yield from self._block(offer.epoch, count - 2, skip=0)
-            times[offer.epoch] = found
-        # In turns, in short blocks: what else a machine does comes and goes.
+                found += yield from self._block(candidate.epoch, count - 2, skip=0)
+            times[candidate.epoch] = found
+        # Short alternating blocks, because other load on the machine comes and goes.
         count = max(limits.block[0], count // 2)
         for _ in range(limits.rounds):
             best_epoch = _fastest(times)
@@ -149,8 +232,8 @@ class Policy:
                 break
         return times
 
-    def _settle(self, times: Times, why: str) -> None:
-        """Chooses, and says so."""
+    def _choose(self, times: Times, why: str) -> None:
+        """Chooses the fastest plan or plain all-reduce, and logs the choice."""
         before = self._epoch
         plain = median(times[None]) if times.get(None) else math.nan
         best = _fastest(times)
@@ -170,13 +253,13 @@ class Policy:
         same = "still " if why and self._epoch == before else ""
         self._say(f"{why}{same}{text}.")
 
-    def _watch(self) -> Generator[Order, Reply, tuple[str, list[float]]]:
-        """Goes on as chosen; returns why to plan again, if so, and the times of late."""
+    def _watch(self) -> Generator[Directive, Outcome, tuple[str, list[float]]]:
+        """Runs the choice; returns the reason to plan again (empty if none) and recent times."""
         limits, epoch = self.limits, self._epoch
         ref = median(self._times[epoch]) if self._times.get(epoch) else 0.0
         window: deque[float] = deque(maxlen=limits.window)
-        # Steps in which a plan is taken up again, or left.
-        skip = 0 if epoch == self._holder else (2 if epoch is None else 3)
+        # Steps in which ranks switch to a plan or away from one do not count.
+        skip = 0 if epoch == self._state_epoch else (2 if epoch is None else 3)
         num_beyond = since = 0
         every = limits.control_every
         if epoch is not None and not are_far(self._times[epoch], self._times[None], limits.close):
@@ -196,22 +279,22 @@ class Policy:
             skip = max(0, skip - len(times))
             if num_beyond >= limits.in_a_row:
                 recent = list(window)[-4:]
-                if self._clock() >= self._free_at:
+                if self._clock() >= self._replan_after:
                     return _changed(ref, median(recent)), recent
                 if epoch is not None and since >= min(wait, every[0]):
-                    since = wait  # a plan that has become slow is compared at once
+                    since = wait  # compare a plan that became slow at once
             if epoch is not None and window and since >= max(wait, self._control_steps(ref)):
                 since, wait = 0, min(2 * wait, every[1])
                 ended = yield from self._control(list(window))
                 if ended is not None:
                     return ended
 
-    def _control(self, own: list[float]) -> Generator[Order, Reply, tuple[str, list[float]] | None]:
-        """Some plain steps beside a plan; returns what `_watch` does if that is the end of it."""
+    def _control(self, own: list[float]) -> Generator[Directive, Outcome, tuple[str, list[float]] | None]:
+        """Runs uncompressed steps beside the plan; returns the result of `_watch` if it must end."""
         limits, epoch = self.limits, self._epoch
         assert epoch is not None
         before = median(self._times[None])
-        plain = yield from self._block(None, self._num_controls(), mode="compressed")
+        plain = yield from self._block(None, self._num_controls(), phase="compressed")
         self._pairs.append(median(plain) / median(own))
         if len(self._pairs) > 2 and median(self._pairs) < 1:
             self._drop(plain, own)
@@ -227,12 +310,12 @@ class Policy:
         now = median(plain)
         self._times[None] = plain if len(plain) > 2 else [before, *plain]
         is_changed = not limits.drift_down * before <= now <= limits.drift_up * before
-        if is_changed and self._clock() >= self._free_at:
+        if is_changed and self._clock() >= self._replan_after:
             return _changed(before, now, "a plain step"), own[-4:]
         return None
 
     def _drop(self, plain: list[float], own: list[float]) -> None:
-        """Goes back to plain."""
+        """Returns to plain all-reduce."""
         assert self._epoch is not None
         label = self._labels.get(self._epoch, "the plan")
         self._times = {None: plain, self._epoch: own}
@@ -243,70 +326,95 @@ class Policy:
         )
         self._say(f"{self._reason}; back to plain all-reduce.")
 
-    # --- orders -----------------------------------------------------------------------------------
+    # --- directives -----------------------------------------------------------------------------------
 
-    def _order(
+    def _directive(
         self,
         epoch: int | None,
         steps: int,
         *,
-        mode: str,
-        keeps: bool = False,
-        probes: bool = False,
+        phase: str,
+        keeps_state: bool = False,
+        measures: bool = False,
         waits: bool = True,
-    ) -> Order:
+    ) -> Directive:
         self._number += 1
         if epoch is not None:
-            self._holder = epoch
-        elif not (keeps or probes):
-            self._holder = None
-        return Order(
+            self._state_epoch = epoch
+        elif not (keeps_state or measures):
+            self._state_epoch = None
+        return Directive(
             number=self._number,
             steps=steps,
             epoch=epoch,
-            keeps=keeps,
-            probes=probes,
+            keeps_state=keeps_state,
+            measures=measures,
             waits=waits,
-            mode=mode,
+            phase=phase,
             reason=self._reason,
         )
 
-    def _run(self, step_s: float) -> Order:
-        """The chosen one goes on until the next look."""
+    def _run(self, step_s: float) -> Directive:
+        """Lets the choice run until the next look at the times."""
         least, most = self.limits.look_every
         steps = min(max(math.ceil(self.limits.look_s / step_s), least), most) if step_s else least
-        mode = "plain" if self._epoch is None else "compressed"
-        return self._order(self._epoch, steps, mode=mode, waits=False)
+        phase = "plain" if self._epoch is None else "compressed"
+        return self._directive(self._epoch, steps, phase=phase, waits=False)
 
     def _block(
-        self, epoch: int | None, count: int, *, skip: int | None = None, mode: str = "trial"
-    ) -> Generator[Order, Reply, list[float]]:
-        """The times of some steps; those of what comes before are left out."""
+        self, epoch: int | None, count: int, *, skip: int | None = None, phase: str = "trial"
+    ) -> Generator[Directive, Outcome, list[float]]:
+        """Returns the times of `count` steps, without the steps in which ranks switch."""
         if count <= 0:
             return []
         if skip is None:
-            # With a plan ranks agree on recipes and make buffers first; before that the residuals
-            # of another one are sent.
-            skip = 1 if epoch in (None, self._holder) else 2 + (self._holder is not None)
-        reply = yield self._order(epoch, skip + count, keeps=epoch is None, mode=mode)
-        return list(reply.times[skip:])
+            # The first step of a plan agrees on recipes and allocates buffers; before it, one step
+            # sends the residuals of the previous plan.
+            skip = 1 if epoch in (None, self._state_epoch) else 2 + (self._state_epoch is not None)
+        outcome = yield self._directive(epoch, skip + count, keeps_state=epoch is None, phase=phase)
+        return list(outcome.times[skip:])
 
     def _count(self, step_s: float) -> int:
-        """Steps that count in a block: more where they are short."""
+        """Returns the number of counted steps in a block: more when steps are short."""
         least, most = self.limits.block
         return min(max(math.ceil(self.limits.block_s / max(step_s, 1e-6)), least), most)
 
     def _num_controls(self) -> int:
-        """Plain steps that count in a control: one where plans differ much from plain."""
+        """Returns the counted steps of a control: one if the plan is much faster than plain."""
         assert self._epoch is not None
         times = self._times
         return 1 if are_far(times[self._epoch], times[None], 1.3) else self.limits.block[0]
 
     def _control_steps(self, step_s: float) -> int:
-        """Steps between controls, so that these cost little."""
+        """Returns the steps between controls that keep their cost within `control_share`."""
         count = self._num_controls() + 1
         slower = max(median(self._times[None]) / max(step_s, 1e-6) - 1, 0.0)
         return math.ceil(count * slower / self.limits.control_share)
+
+
+def are_far(a: Iterable[float], b: Iterable[float], far: float) -> bool:
+    """Returns whether medians differ by more than a factor."""
+    first, second = median(a), median(b)
+    return max(first, second) > far * min(first, second)
+
+
+def is_clear(own: Sequence[float], plain: Sequence[float], gain: float) -> bool:
+    """Returns whether more steps would hardly move the plan across the required gain."""
+    beside = abs(median(own) - (1 - gain) * median(plain))
+    return beside > 2 * math.hypot(_standard_error(own), _standard_error(plain))
+
+
+def is_faster(own: Sequence[float], plain: Sequence[float], gain: float) -> bool:
+    """Returns whether a plan is faster by the required gain, and by more than noise."""
+    before = median(plain)
+    return before - median(own) >= max(gain * before, math.hypot(_standard_error(own), _standard_error(plain)))
+
+
+def _standard_error(times: Sequence[float]) -> float:
+    """Returns the standard error of a median, from the median absolute deviation."""
+    middle = median(times)
+    spread = 1.4826 * median(abs(t - middle) for t in times)
+    return 1.2533 * spread / math.sqrt(len(times))
 
 
 def _best(times: Times) -> float:
@@ -314,7 +422,7 @@ def _best(times: Times) -> float:
 
 
 def _fastest(times: Times) -> int | None:
-    """The plan with the shortest steps."""
+    """Returns the plan with the shortest median step."""
     plans = [epoch for epoch in times if epoch is not None]
     return min(plans, key=lambda epoch: median(times[epoch]), default=None)
 
@@ -324,7 +432,7 @@ def _changed(before: float, now: float, what: str = "a step") -> str:
 
 
 def _ms(seconds: float) -> str:
-    """For people.
+    """Formats a duration.
 
     Example:
         >>> _ms(0.0042), _ms(0.123), _ms(2.5)

@@ -1,4 +1,4 @@
-"""Which gradients are compressed, with what, and why the others are left alone."""
+"""Decides which gradients are compressed, with what, and why the others are not."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
 
 from hipress.casync.graphs import strategies
 from hipress.codecs.base import Codec
 from hipress.codecs.table import codec as named_codec
 from hipress.errors import UsageError
 from hipress.plan import ANY, Plan, plain_strategy
+from hipress.session.adapter import GradientSpec
 
 MIN_SIZE = 4096
-"""Elements; smaller gradients save little, and one dimension (norm, bias) costs most accuracy."""
+"""Gradients with fewer elements are exempt: they save little. Those with one dimension (norm, bias)
+are exempt because compressing them costs most accuracy."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What codecs take."""
+"""Element types that codecs take."""
 
 NONE = named_codec("none")
 
 NOT_ASKED = "codec 'none' was asked for"
-SPARSE = "its gradient is sparse, which is left to torch"
+SPARSE = "its gradient is sparse, which codecs do not take"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,38 +35,38 @@ class Choice:
     """What happens to one gradient."""
 
     codec: Codec
-    """`none`: it is sent as it is."""
+    """`none` sends it uncompressed."""
     strategy: str
     partitions: int | None = None
     bulk: int | None = None
-    """Gradients of a bucket with the same number travel together; None: those decided alike."""
+    """Gradients of a bucket with the same number travel together; None: those with equal choices."""
     order: int | None = None
-    """Lower starts first among those of a bucket; what is compressed before the rest if None."""
+    """The lowest of a bucket starts first; if None, compressed gradients start before the others."""
     reason: str = ""
-    """Why it is left alone."""
+    """Why it is not compressed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the user asked for."""
+    """What the user asked for; the one place that decides about a gradient."""
 
     codec: Codec
-    """Of every gradient; with a plan, of those for which it leaves the codec open."""
+    """The codec of every gradient; with a plan, of those for which the plan leaves it open."""
     strategy: str
     plan: Plan | None = None
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     min_size: int = MIN_SIZE
 
-    def choice(self, name: str, parameter: torch.Tensor, sparse: frozenset[str]) -> Choice:
-        """What happens to a parameter's gradient."""
-        reason = self._reason(name, parameter, sparse)
+    def choice(self, spec: GradientSpec) -> Choice:
+        """Returns what happens to a gradient."""
+        reason = self._reason(spec)
         if self.plan is not None and not reason:
-            made = self.plan.decision(name)
-            way = self.strategy if made.is_compressed else plain_strategy(parameter.numel())
+            made = self.plan.decision(spec.name)
+            way = self.strategy if made.is_compressed else plain_strategy(spec.numel)
             codec = self.codec if made.codec == ANY else named_codec(made.codec)
             if not made.is_compressed:
-                reason = made.reason or "the plan says so"
+                reason = made.reason or "the plan leaves it uncompressed"
             elif codec.name == "none":
                 reason = NOT_ASKED
             return Choice(
@@ -82,21 +83,17 @@ class Rules:
             return Choice(codec=NONE, strategy=self.strategy, reason=NOT_ASKED)
         return Choice(codec=self.codec, strategy=self.strategy)
 
-    def _reason(self, name: str, parameter: torch.Tensor, sparse: frozenset[str]) -> str:
-        """Why a gradient is left alone; empty if it is not."""
-        if name in sparse:
+    def _reason(self, spec: GradientSpec) -> str:
+        """Returns why a gradient is not compressed; empty if it is."""
+        if spec.is_sparse:
             return SPARSE
-        if parameter.dtype not in DTYPES:
-            return f"codecs do not take {str(parameter.dtype).removeprefix('torch.')}"
-        if (pattern := _first(self.exclude, name)) is not None:
+        if spec.dtype not in DTYPES:
+            return f"codecs do not take {str(spec.dtype).removeprefix('torch.')}"
+        if (pattern := _first(self.exclude, spec.name)) is not None:
             return f"excluded by {pattern!r}"
-        if self.plan is not None or _first(self.include, name) is not None:
+        if self.plan is not None or _first(self.include, spec.name) is not None:
             return ""
-        if parameter.dim() < 2:
-            return "one dimension (norm or bias)"
-        if parameter.numel() < self.min_size:
-            return f"{parameter.numel()} elements, fewer than min_size={self.min_size}"
-        return ""
+        return exempt_reason(spec.dims, spec.numel, self.min_size)
 
 
 def rules(
@@ -109,7 +106,7 @@ def rules(
     min_size: int,
     default_codec: str,
 ) -> Rules:
-    """What the user asked for, checked; codec and strategy fill in what a plan leaves open."""
+    """Checks what the user asked for; codec and strategy fill in what a plan leaves open."""
     loaded = Plan.read(plan) if plan is not None else None
     if loaded is not None:
         for given, is_given, is_open in (
@@ -142,7 +139,7 @@ def rules(
 
 
 def check_names(asked: Rules, names: Sequence[str]) -> None:
-    """Refuses patterns and plans that speak of gradients which are not there."""
+    """Raises if a pattern or the plan names a gradient that does not exist."""
     for option in ("exclude", "include"):
         for pattern in getattr(asked, option):
             if not any(_matches(pattern, name) for name in names):
@@ -157,27 +154,27 @@ def check_names(asked: Rules, names: Sequence[str]) -> None:
         near = difflib.get_close_matches(unknown[0], names, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UsageError(
-            f"the plan speaks of {unknown[0]!r}{hint}, which this model does not have; make a plan "
+            f"the plan names {unknown[0]!r}{hint}, which this model does not have; make a plan "
             f"for this model (its first parameters are: {', '.join(names[:5])})."
         )
 
 
-def clean(name: str) -> str:
-    """A parameter's name without what torch.compile puts into it."""
-    return name.replace("_orig_mod.", "")
+def exempt_reason(dims: int, numel: int, min_size: int = MIN_SIZE) -> str:
+    """Returns why a gradient is exempt by default; empty if it is not.
 
-
-def sparse_names(model: nn.Module) -> frozenset[str]:
-    """Parameters whose gradients are sparse."""
-    found = set()
-    for prefix, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            found.add(clean(f"{prefix}.weight" if prefix else "weight"))
-    return frozenset(found)
+    Example:
+        >>> exempt_reason(1, 10**6), exempt_reason(2, 100), exempt_reason(2, 10**6)
+        ('one dimension (norm or bias)', '100 elements, fewer than min_size=4096', '')
+    """
+    if dims < 2:
+        return "one dimension (norm or bias)"
+    if numel < min_size:
+        return f"{numel} elements, fewer than min_size={min_size}"
+    return ""
 
 
 def skipped(choices: Mapping[str, Choice]) -> dict[str, str]:
-    """Gradients that are sent as they are, and why."""
+    """Returns the gradients that are not compressed, and why."""
     return {name: choice.reason for name, choice in choices.items() if choice.codec.name == "none"}
 
 

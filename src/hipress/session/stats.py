@@ -1,4 +1,4 @@
-"""What an exchange has done so far, for people and for TensorBoard."""
+"""The figures of a session, for the log and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hipress.session.auto import AutoStats
-    from hipress.torch.sync import Sync
+    from hipress.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What this rank has done since it was attached."""
+    """What this rank has done since the session started."""
 
     num_steps: int
     num_gradients: int
     num_compressed: int
     gradient_bytes: int
-    """Of the gradients that were exchanged, as float32."""
+    """Bytes of the exchanged gradients as float32."""
     sent_bytes: int
-    """On the wire from this rank, headers of frames among them; TCP's are not."""
+    """Bytes that this rank sent, including frame headers but not those of TCP."""
     received_bytes: int
     num_messages: int
     ratio: float
-    """What a plain all-reduce of float32 would have sent, over what was sent."""
+    """Bytes that a plain all-reduce of float32 would have sent, over `sent_bytes`."""
     verb_seconds: dict[str, float]
-    """Time in each verb; of a receive from its start to its end; on a GPU of starting the work."""
+    """Seconds in each verb: a receive counts from its start to its end, GPU work when launched."""
     state_bytes: int
-    """Of what codecs remember: a float32 residual for each compressed element, and this rank's
-    share of those of the way back."""
+    """Bytes of codec state: a float32 residual for each compressed element, and this rank's share of
+    those of the way back."""
     buffer_bytes: int
-    """Of frames and other buffers."""
+    """Bytes of frames and other buffers."""
     skipped: dict[str, str]
-    """Gradients that are sent as they are, and why."""
+    """Gradients that are not compressed, and why."""
     auto: AutoStats | None = None
-    """Where `auto` stands; None: codec or plan were given."""
+    """The present decision of `auto`; None if a codec or plan was given."""
 
-    @classmethod
-    def of(cls, sync: Sync) -> Stats:
-        """The figures of one exchange."""
-        engine = sync._engine
-        skipped = sync.skipped
-        plain = sync._plain_bytes
-        gradient, sent, received, messages, num_ranks = 0, plain, plain, 0, 1
-        verbs: dict[str, int] = {}
-        state = buffers = 0
-        if engine is not None:
-            done = engine.stats
-            gradient, messages = done.gradient_bytes, done.num_messages
-            sent, received = sent + done.sent_bytes, received + done.received_bytes
-            verbs = dict(engine.executor.verb_ns)
-            num_ranks = engine.transport.num_ranks
-            state = engine.keeper.num_bytes + sum(owed.nbytes for owed in sync.owed.values())
-            buffers = engine.buffer_bytes
-        whole = 2 * (num_ranks - 1) * gradient / num_ranks + plain
-        return cls(
-            num_steps=sync.step,
-            num_gradients=len(sync.gradients),
-            num_compressed=len(sync.gradients) - len(skipped),
-            gradient_bytes=gradient + (plain * num_ranks // (2 * max(num_ranks - 1, 1))),
-            sent_bytes=sent,
-            received_bytes=received,
-            num_messages=messages,
-            ratio=whole / sent if sent else 1.0,
-            verb_seconds={verb: ns / 1e9 for verb, ns in sorted(verbs.items())},
-            state_bytes=state,
-            buffer_bytes=buffers,
-            skipped=skipped,
-            auto=None if sync.auto is None else sync.auto.stats(),
-        )
+
+def collect(session: Session) -> Stats:
+    """Returns the figures of one session."""
+    skipped = session.skipped
+    plain = session.plain_bytes
+    gradient, sent, received, messages, num_ranks = 0, plain, plain, 0, 1
+    verbs: dict[str, int] = {}
+    state = buffers = 0
+    if session.is_open:
+        engine = session.engine
+        done = engine.stats
+        gradient, messages = done.gradient_bytes, done.num_messages
+        sent, received = sent + done.sent_bytes, received + done.received_bytes
+        verbs = dict(engine.executor.verb_ns)
+        num_ranks = engine.transport.num_ranks
+        state = engine.keeper.num_bytes + sum(owed.nbytes for owed in session.owed.values())
+        buffers = engine.buffer_bytes
+    whole = 2 * (num_ranks - 1) * gradient / num_ranks + plain
+    return Stats(
+        num_steps=session.step,
+        num_gradients=len(session.gradients),
+        num_compressed=len(session.gradients) - len(skipped),
+        gradient_bytes=gradient + (plain * num_ranks // (2 * max(num_ranks - 1, 1))),
+        sent_bytes=sent,
+        received_bytes=received,
+        num_messages=messages,
+        ratio=whole / sent if sent else 1.0,
+        verb_seconds={verb: ns / 1e9 for verb, ns in sorted(verbs.items())},
+        state_bytes=state,
+        buffer_bytes=buffers,
+        skipped=skipped,
+        auto=None if session.auto is None else session.auto.stats(),
+    )
 
 
 def log_line(step: int, stats: Stats) -> str:
-    """One line for the log.
+    """Returns one line for the log.
 
     Example:
         >>> print(log_line(10, Stats(num_steps=10, num_gradients=3, num_compressed=2,
@@ -96,7 +96,7 @@ def log_line(step: int, stats: Stats) -> str:
 
 
 def write_scalars(writer: Any, step: int, stats: Stats) -> None:
-    """Hands the figures to a TensorBoard `SummaryWriter`, or what has its `add_scalar`."""
+    """Writes the figures to a TensorBoard `SummaryWriter`, or anything with its `add_scalar`."""
     steps = max(stats.num_steps, 1)
     writer.add_scalar("hipress/sent_bytes_per_step", stats.sent_bytes / steps, step)
     writer.add_scalar("hipress/ratio", stats.ratio, step)

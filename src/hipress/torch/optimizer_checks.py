@@ -1,4 +1,4 @@
-"""What an optimizer does that a codec does already, or that it must leave to the codec."""
+"""Checks an optimizer against codecs: what both would apply, or only the codec may apply."""
 
 from __future__ import annotations
 
@@ -8,25 +8,16 @@ from typing import Any
 import torch
 
 from hipress.codecs.base import Codec
-
-
-def has_momentum(codec: Codec) -> bool:
-    """Whether a codec sends the momentum of gradients."""
-    return bool(set(codec.init(torch.zeros(1))) & {"momentum", "velocity"})
-
-
-def decays(codec: Codec) -> bool:
-    """Whether a codec adds weight decay before it accumulates."""
-    return "weight" in codec.init(torch.zeros(1))
+from hipress.session.buckets import applies_decay, has_momentum
 
 
 def warnings(
     optimizer: torch.optim.Optimizer, compressed: Sequence[tuple[torch.Tensor, Codec]]
 ) -> list[str]:
-    """What is wrong with an optimizer beside these codecs: a sentence each.
+    """Returns what is wrong with an optimizer beside these codecs, a sentence each.
 
     Args:
-        optimizer: As the user made it.
+        optimizer: The user's optimizer.
         compressed: Parameters and their codecs.
     """
     kind = type(optimizer).__name__
@@ -35,6 +26,13 @@ def warnings(
         for codec in {codec.name: codec for codec in codecs}.values():
             found += _about(kind, group, codec)
     return list(dict.fromkeys(found))
+
+
+def is_plain_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Returns whether an optimizer is SGD without momentum."""
+    return isinstance(optimizer, torch.optim.SGD) and not any(
+        group.get("momentum") for group in optimizer.param_groups
+    )
 
 
 def _about(kind: str, group: dict[str, Any], codec: Codec) -> list[str]:
@@ -55,13 +53,13 @@ def _about(kind: str, group: dict[str, Any], codec: Codec) -> list[str]:
                 "int8 or topk, or SGD."
             )
         decay = group.get("weight_decay") or 0.0
-        if decay and not adaptive and not decays(codec):
+        if decay and not adaptive and not applies_decay(codec):
             found.append(
                 f"{kind} has weight_decay={decay:g}, which acts on what {codec.name} has "
                 "accumulated already: set it to 0 there and give it to the codec, e.g. "
                 f"dgc(weight_decay={decay:g})."
             )
-    if decays(codec) and (group.get("weight_decay") or 0.0):
+    if applies_decay(codec) and (group.get("weight_decay") or 0.0):
         found.append(
             f"{codec.name} decays weights and so does {kind} (weight_decay="
             f"{group['weight_decay']:g}): set the optimizer's to 0 for compressed parameters."

@@ -1,7 +1,7 @@
-"""Ends a process that waits for a lost rank where nothing can wake it.
+"""Ends a process that waits for a lost rank where no error can reach it.
 
-A training loop hears of a lost rank in backward. But it may wait for that rank in what DDP sends
-itself, such as buffers in forward, where torch's patience is half an hour.
+The training loop is told of a lost rank in backward. But it may wait for that rank in what DDP sends
+itself, such as buffers in forward, where torch's timeout is half an hour.
 """
 
 from __future__ import annotations
@@ -21,35 +21,40 @@ class Watchdog:
     """Knows whether the training loop is inside DDP, and for how long.
 
     Args:
-        patience_s: How long it may be there after a rank was lost.
+        patience_s: How long it may stay there after a rank was lost.
     """
 
     def __init__(self, patience_s: float) -> None:
-        self.is_heard = False
+        self._was_told = False
         """Whether the training loop has been told of a failure."""
         self._patience_s = patience_s
         self._since: float | None = None
 
-    def go_in(self, *_: object) -> None:
-        """The training loop goes into DDP."""
+    def enter(self, *_: object) -> None:
+        """Notes that the training loop enters DDP."""
         self._since = time.monotonic()
 
-    def come_out(self, *_: object) -> None:
-        """It has come out."""
+    def leave(self, *_: object) -> None:
+        """Notes that the training loop has left DDP."""
         self._since = None
 
-    def stand_at(self, module: nn.Module) -> None:
-        """Notes when forward begins and ends, where DDP sends buffers in it."""
-        if getattr(module, "broadcast_buffers", False) and next(module.buffers(), None) is not None:
-            module.register_forward_pre_hook(self.go_in)
-            module.register_forward_hook(self.come_out, always_call=True)
+    def error_was_raised(self) -> None:
+        """Notes that the training loop has been told of a failure."""
+        self._was_told = True
+        self._since = None
 
-    def watch(self, error: BaseException, is_over: Callable[[], bool]) -> None:
-        """Says who is gone, and ends the process if the training loop stays inside DDP.
+    def watch_forward(self, module: nn.Module) -> None:
+        """Notes when forward begins and ends, if DDP sends buffers in it."""
+        if getattr(module, "broadcast_buffers", False) and next(module.buffers(), None) is not None:
+            module.register_forward_pre_hook(self.enter)
+            module.register_forward_hook(self.leave, always_call=True)
+
+    def start(self, error: BaseException, is_over: Callable[[], bool]) -> None:
+        """Logs who is gone, and ends the process if the training loop stays inside DDP.
 
         Args:
-            error: What it would be told.
-            is_over: Whether there is no longer anything to watch.
+            error: The error that the training loop would get.
+            is_over: Returns whether there is nothing to watch any more.
         """
         _log.error(str(error))
         threading.Thread(
@@ -60,7 +65,7 @@ class Watchdog:
         ).start()
 
     def _run(self, error: BaseException, lost_at: float, is_over: Callable[[], bool]) -> None:
-        while not (self.is_heard or is_over()):
+        while not (self._was_told or is_over()):
             since = self._since
             if since is not None and time.monotonic() - max(since, lost_at) > self._patience_s:
                 _log.critical(

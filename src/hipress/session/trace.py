@@ -1,8 +1,8 @@
-"""Records some steps of training on all ranks and writes them as one picture.
+"""Records some training steps on all ranks and writes them as one timeline.
 
-    idle -- begin --> armed -- the next forward --> recording -- so many steps later --> idle
+    idle -- begin --> armed -- next forward pass --> recording -- last step --> idle
 
-Times are the host's: on a GPU the model's rows show when work was started.
+Times are host times: on a GPU the rows of the model show when work was launched.
 """
 
 from __future__ import annotations
@@ -12,56 +12,51 @@ import logging
 import os
 import socket
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from hipress.casync.engine.engine import Engine
 from hipress.errors import UsageError
+from hipress.session.adapter import Adapter, StepObserver
 from hipress.timeline import BUCKETS, MODEL, Event, RankTrace, chrome_trace
 
 _log = logging.getLogger("hipress")
 
 
-class Tracer:
-    """Records the steps of one model.
+class Tracer(StepObserver):
+    """Records the steps of one session.
 
     Args:
-        module: Whose forward and backward are drawn.
-        engine: Whose tasks are.
-        gather: Brings every rank's bytes to rank 0, in the order of ranks; collective.
-        clock_offset: Gives what to add to this rank's clock to get rank 0's, and the bound of
+        adapter: Reports forward and backward.
+        engine: Records its tasks.
+        gather: Brings the bytes of every rank to rank 0, in rank order; collective.
+        clock_offset: Returns what to add to this rank's clock to get rank 0's, and the bound of
             its error, in nanoseconds; collective.
-        host: The name of this rank's host; the machine's if None.
+        host: Name of this rank's host; the machine's if None.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        adapter: Adapter,
         engine: Engine,
         gather: Callable[[bytes], Sequence[bytes]],
         clock_offset: Callable[[], tuple[int, int]],
         host: str | None = None,
     ) -> None:
-        # The model's hook may hold us, through C++, where no collector sees the circle.
-        self._module = weakref.ref(module)
+        self._adapter = adapter
         self._engine = engine
         self._gather = gather
         self._clock_offset = clock_offset
         self._host = host or socket.gethostname()
-        self._hooks: list[Any] = []
+        self._stop_observing: Callable[[], None] | None = None
         self._recording = False
         self._path = Path()
 
     @property
     def active(self) -> bool:
         """Whether steps are recorded, or will be from the next forward on."""
-        return bool(self._hooks)
+        return self._stop_observing is not None
 
     def begin(self, path: str | os.PathLike[str], steps: int) -> None:
         """Records steps from the next forward on, then writes them; collective.
@@ -83,18 +78,13 @@ class Tracer:
         self._path = Path(path).absolute()
         if self._engine.transport.rank == 0:
             check_path(self._path)
-        module = self._module()
-        assert module is not None
         self._offset_ns, self._error_ns = self._clock_offset()
         self._steps, self._step = steps, 0
         self._seen: list[Event] = []
         self._forward_ns: int | None = None
         self._backward_ns: int | None = None
         self._last_bucket_ns: int | None = None
-        self._hooks = [
-            module.register_forward_pre_hook(self._before_forward),
-            module.register_forward_hook(self._after_forward),
-        ]
+        self._stop_observing = self._adapter.observe(self)
 
     def on_bucket(self, index: int, names: Sequence[str], is_last: bool) -> None:
         """Notes that the gradients of a bucket are ready."""
@@ -152,9 +142,9 @@ class Tracer:
 
     def cancel(self) -> None:
         """Stops and forgets; by itself on each rank."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._stop_observing is not None:
+            self._stop_observing()
+            self._stop_observing = None
         if self._recording:
             self._recording = False
             self._engine.stop_recording()
@@ -163,27 +153,24 @@ class Tracer:
     def _tasks(self) -> list[Event]:
         return self._events[self._first :] if self._recording else []
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def forward_begin(self) -> None:
+        """Starts recording with the first forward pass."""
         now_ns = time.perf_counter_ns()
         if not self._recording:
-            if not torch.is_grad_enabled():
-                return  # no step begins with it
             self._recording = True
             self._events = self._engine.record()
             self._first = len(self._events)
-        # One that was not synchronised, since gradients are accumulated, has told us no end.
+        # A backward pass that was not synchronised (accumulated gradients) has reported no end.
         self._end_backward(now_ns, "drawn until the next forward: its end was not seen")
         self._forward_ns = now_ns
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._forward_ns is None:
-            return
-        self._note("forward", self._forward_ns, time.perf_counter_ns())
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+    def forward_end(self) -> None:
+        """Draws the forward pass."""
+        if self._forward_ns is not None:
+            self._note("forward", self._forward_ns, time.perf_counter_ns())
 
-    def _begin_backward(self, gradient: torch.Tensor) -> None:
+    def backward_begin(self) -> None:
+        """Notes the begin of the backward pass."""
         if self._recording and self._backward_ns is None and self._last_bucket_ns is None:
             self._backward_ns = time.perf_counter_ns()
 
@@ -254,19 +241,3 @@ def write(path: Path, trace: Mapping[str, Any]) -> None:
 
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returns: alone, in lists, dictionaries, dataclasses."""
-    if isinstance(output, torch.Tensor):
-        yield output
-        return
-    inside: Any = ()
-    if isinstance(output, Mapping):
-        inside = output.values()
-    elif isinstance(output, list | tuple | set):
-        inside = output
-    elif is_dataclass(output) and not isinstance(output, type):
-        inside = [getattr(output, field.name) for field in fields(output)]
-    for value in inside:
-        yield from _tensors(value)

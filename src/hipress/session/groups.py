@@ -1,7 +1,7 @@
-"""Engines for torch's process groups, and `hipress.allreduce`.
+"""Process groups and their engines: `hipress.init`, `hipress.allreduce`.
 
-Each process group gets groups of our own over the same ranks, one for each kind of device, when
-it is first used: nothing we send can meet what others send.
+Each process group gets groups of our own over the same ranks, one for each kind of device, when it
+is first used, so that our messages never meet those of others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import atexit
 import hashlib
 import threading
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from hipress.casync.engine.sockets import Sockets, open_sockets
 from hipress.casync.engine.transport import GroupTransport
 from hipress.casync.ranks.agreement import Agreement
 from hipress.codecs.base import Codec
+from hipress.environment import read_environment
 from hipress.errors import UsageError
 from hipress.version import __version__
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _engines: dict[tuple[int, torch.device], tuple[weakref.ref[ProcessGroup], Engine]] = {}
-"""By the group's id and the device. Groups are not kept alive: with the first of them goes the
-store, which a program that starts over must be free to open again."""
+"""Engines by the id of the group and the device. Groups are not kept alive: the first of them owns
+the store, which a program that starts over must be free to open again."""
 _count: dict[tuple[int, ...], int] = {}
-"""Engines made so far among some ranks: a prefix of the store for each."""
+"""Number of engines made among some ranks; each uses its own prefix of the store."""
 _lock = threading.Lock()
 _all: weakref.WeakSet[Engine] = weakref.WeakSet()
-"""To be closed at the end: threads that outlive Python abort the process."""
+"""Engines to close at exit: threads that outlive the interpreter abort the process."""
 
 
 def allreduce(
-    tensor: torch.Tensor | Sequence[torch.Tensor],
+    tensor: Any,
     codec: str | Codec = "none",
     strategy: str = "ps",
     name: str | None = None,
@@ -52,14 +52,15 @@ def allreduce(
     Call it on all ranks in the same order, as any collective of torch.distributed.
 
     Args:
-        tensor: float32, bfloat16 or float16, on CPU or CUDA; or a list of them, of one dtype,
-            which travel together. With codec `none` and strategy `allreduce` any dtype.
+        tensor: A torch tensor on CPU or CUDA or a NumPy array, of float32, bfloat16 or float16; or a
+            list of them, of one dtype, which travel together. With codec `none` and strategy
+            `allreduce` any dtype.
         codec: An expression such as `onebit` or `topk(ratio=0.01)`, or a codec.
         strategy: `ps`, `ring`, `hierarchical` or `allreduce`.
-        name: Keys the codec's state, and so its error feedback: give each tensor its own and use
-            it in every step. Without a name there is no error feedback and no momentum.
+        name: Keys the codec's state, and so its error feedback: give each tensor a name of its own
+            and use it in every step. Without a name there is no error feedback and no momentum.
         op: `mean` or `sum`.
-        async_op: Return a torch future at once; its value is the tensor.
+        async_op: Returns a torch future at once; its value is what was given.
         group: A process group of torch.distributed; all ranks if None.
 
     Returns:
@@ -79,31 +80,97 @@ def allreduce(
         >>> dist.destroy_process_group()
     """
     if op not in ("mean", "sum"):
-        raise UsageError(f"op {op!r} is neither 'mean' nor 'sum'; choose one.")
+        raise UsageError(f"op is {op!r}; choose 'mean' or 'sum'.")
     if not isinstance(codec, str | Codec):
         raise UsageError(f"codec is {codec!r}; give an expression such as 'onebit', or a codec.")
     if name is not None and not isinstance(name, str):
         raise UsageError(f"name is {name!r}; give one text, also for a list of tensors.")
-    if not isinstance(tensor, torch.Tensor | list | tuple):
-        raise UsageError(
-            f"allreduce was given a {type(tensor).__name__}; it takes a torch.Tensor or a list of "
-            "them (leave out parameters without a gradient)."
-        )
-    values = [tensor] if isinstance(tensor, torch.Tensor) else list(tensor)
-    for value in values:
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(
-                f"allreduce was given a {type(value).__name__}; it takes torch.Tensors."
-            )
-    if not values:
+    given = list(tensor) if isinstance(tensor, list | tuple) else [tensor]
+    if not given:
         raise UsageError("allreduce was given an empty list; give at least one tensor.")
+    values = [as_tensor(value, name or "the tensor") for value in given]
     engine = engine_of(group, values[0].device)
     handle = engine.allreduce(values, codec=codec, strategy=strategy, name=name, total=op == "sum")
-    result = tensor if isinstance(tensor, torch.Tensor) else values
+    result = given if isinstance(tensor, list | tuple) else tensor
     if async_op:
         return handle.future(result)
     handle.wait()
     return result
+
+
+def init(backend: str | None = None) -> None:
+    """Makes the process group of torch.distributed, unless there is one.
+
+    It reads rank, number of ranks and the address of rank 0 from the environment that torchrun,
+    `hipress run`, `hipress lab run`, srun or mpirun have set; without any of them this process is
+    the only rank.
+
+    Args:
+        backend: Backend of torch.distributed; if None, NCCL for CUDA tensors where there is a GPU
+            for this rank, and gloo for the rest.
+
+    Raises:
+        UsageError: Some variables of a launcher are set and others are missing.
+
+    Example:
+        >>> import hipress
+        >>> hipress.init()
+        >>> torch.distributed.get_world_size()
+        1
+        >>> torch.distributed.destroy_process_group()
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    found = read_environment()
+    if backend is None:
+        has_gpu = torch.cuda.is_available() and found.local_rank < torch.cuda.device_count()
+        backend = "cpu:gloo,cuda:nccl" if has_gpu and dist.is_nccl_available() else "gloo"
+    timeout = timedelta(seconds=settings.timeout_s())
+    if found.launcher == "none":
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    if found.launcher == "torchrun":
+        # torchrun may serve the store itself, which only torch's own reading knows.
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    address = f"tcp://{found.master_addr}:{found.master_port}"
+    dist.init_process_group(
+        backend,
+        init_method=address,
+        rank=found.rank,
+        world_size=found.num_ranks,
+        timeout=timeout,
+    )
+
+
+def as_tensor(array: Any, name: str) -> torch.Tensor:
+    """Returns a torch tensor that shares the memory of an array.
+
+    Args:
+        array: A torch tensor, a NumPy array, or anything with `__dlpack__`.
+        name: For errors.
+
+    Raises:
+        UsageError: The array shares no memory with torch, or must not be written.
+    """
+    if isinstance(array, torch.Tensor):
+        return array
+    kind = type(array).__name__
+    if type(array).__module__ == "numpy" and kind != "ndarray":
+        raise UsageError(f"{name} is a NumPy scalar ({kind}); give an array with one element.")
+    flags = getattr(array, "flags", None)
+    if kind == "ndarray" and flags is not None and not flags.writeable:
+        raise UsageError(f"{name} is a read-only NumPy array; give a copy, which can be written.")
+    try:
+        return torch.from_numpy(array) if kind == "ndarray" else torch.from_dlpack(array)
+    except (TypeError, ValueError, AttributeError, RuntimeError, BufferError) as error:
+        raise UsageError(
+            f"{name} is a {kind} that torch cannot share memory with ({error}); give a torch "
+            "tensor, a NumPy array, or an array with __dlpack__ (leave out parameters without a "
+            "gradient)."
+        ) from error
 
 
 def engine_of(
@@ -112,20 +179,20 @@ def engine_of(
     options: Options | None = None,
     seed: int = 0,
 ) -> Engine:
-    """The engine of a process group for a kind of device; made at the first call, on all ranks.
+    """Returns the engine of a process group for a kind of device; the first call is collective.
 
     Args:
-        group: Of torch.distributed; all ranks if None.
-        device: Of the tensors to come.
-        options: For an engine that is made now, and then apart from the others.
-        seed: Of its codecs' random numbers.
+        group: Process group of torch.distributed; all ranks if None.
+        device: Device of the tensors.
+        options: If given, a new engine with these options is made, which others do not share.
+        seed: Seed of its codecs' random numbers.
     """
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group() "
-            "first, in a script that torchrun or hipress lab run starts."
+            "torch.distributed is not initialised; call hipress.init() first, in a script that "
+            "torchrun, hipress run or hipress lab run starts."
         )
     chosen: Any = group or dist.group.WORLD
     if device.type == "cuda" and device.index is None:

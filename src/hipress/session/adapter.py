@@ -1,0 +1,99 @@
+"""The seam between a session and the framework that drives it.
+
+A framework adapter describes its gradients once (`GradientSpec`), hands over flat buffers in every
+step, and answers a few questions (`Adapter`). The defaults suit a hand-written training loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from hipress.codecs.base import Codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSpec:
+    """One gradient as the framework describes it."""
+
+    name: str
+    numel: int
+    """Number of elements."""
+    dims: int
+    """Number of dimensions."""
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_sparse: bool = False
+    """Whether the framework makes it as a sparse tensor, which no codec takes."""
+    rate_group: int | None = None
+    """Gradients with different numbers may have different learning rates; None: not known."""
+
+
+class StepObserver:
+    """Receives the moments of a training step; every method may be overridden."""
+
+    def forward_begin(self) -> None:
+        """The forward pass begins."""
+
+    def forward_end(self) -> None:
+        """The forward pass has ended."""
+
+    def backward_begin(self) -> None:
+        """The backward pass begins."""
+
+    def gradient_ready(self, name: str) -> None:
+        """A gradient has been computed."""
+
+
+class Adapter:
+    """Answers what a session asks of the framework; override what the framework knows."""
+
+    bucket_mb: float | None = None
+    """Size of the framework's buckets; None: its default, with a smaller first bucket."""
+    bucket_numel: int | None = None
+    """Elements of a full bucket, or of the model if it does not fill one; None: of the model."""
+
+    def __init__(self) -> None:
+        self.observers: list[StepObserver] = []
+
+    @property
+    def can_observe(self) -> bool:
+        """Whether `observe` works: a bare DDP hook has no model to observe."""
+        return True
+
+    def observe(self, observer: StepObserver) -> Callable[[], None]:
+        """Calls the methods of an observer in every step; the result stops that."""
+        self.observers.append(observer)
+        return lambda: self.observers.remove(observer) if observer in self.observers else None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what must be the same on all ranks."""
+        return {}
+
+    def loss_scale(self) -> float | None:
+        """Returns the scale of this step's gradients (a GradScaler's); None: there is no scaler."""
+        return None
+
+    def learning_rates(self) -> Mapping[str, float]:
+        """Returns the learning rate of each gradient, as far as it is known."""
+        return {}
+
+    def weights(self, name: str) -> torch.Tensor:
+        """Returns a parameter's elements, flat, for codecs that apply weight decay."""
+        raise NotImplementedError("this adapter does not give weights to codecs")
+
+    def parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Returns the parameters that the replica check compares."""
+        return ()
+
+    def was_dropped(self, name: str, sent: torch.Tensor) -> bool:
+        """Returns whether the framework threw away the averaged gradient, as for unused layers."""
+        return False
+
+    def warnings(self, compressed: Sequence[tuple[str, Codec]]) -> list[str]:
+        """Returns what is wrong with the optimizer beside these codecs, a sentence each."""
+        return []

@@ -1,0 +1,653 @@
+"""The exchange of one model's gradients, for every framework.
+
+    begin_step      what this step's mode is: plain, warm-up, compressed, trial, flushing, detached
+    exchange        one bucket of gradients: to the engine as decided, or one uncompressed sum
+    end_step        the averages were handed out: errors, unused parameters, logging, `auto`
+
+Gradients are known by name, number of elements, dimensions, dtype and device; values come in flat
+torch buffers. The framework answers questions through its `Adapter`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from hipress.casync.engine.engine import Engine, Options
+from hipress.casync.engine.handle import joint
+from hipress.casync.engine.recipe import chunk_numel
+from hipress.casync.graphs.partitions import Partitioner, Placement
+from hipress.errors import UsageError
+from hipress.plan import Plan
+from hipress.session import checkpoint, replicas, selection
+from hipress.session.adapter import Adapter, GradientSpec
+from hipress.session.auto import Auto
+from hipress.session.buckets import Bucket, Gradient, Group, grouped
+from hipress.session.groups import as_tensor, engine_of
+from hipress.session.mode import Mode, StepMode
+from hipress.session.selection import Rules
+from hipress.session.stats import Stats, collect, log_line, write_scalars
+from hipress.session.trace import Tracer, check_path
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from hipress.session.planner import Planner
+
+_log = logging.getLogger("hipress")
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user asked for besides codecs."""
+
+    warmup_steps: int = 0
+    check_every: int = 0
+    log_every: int = 0
+    writer: Any = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_steps", "check_every", "log_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise UsageError(f"{name} is {value!r}; give a number of steps, 0 for none.")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            raise UsageError(f"seed is {self.seed!r}; give a whole number from 0 to 2^31 - 1.")
+        if self.writer is not None and not hasattr(self.writer, "add_scalar"):
+            raise UsageError(f"writer is a {type(self.writer).__name__}; give a SummaryWriter.")
+        if self.writer is not None and not self.log_every:
+            raise UsageError(
+                "writer is given and log_every is 0, so nothing would be written; give "
+                "log_every=100."
+            )
+
+
+class Session:
+    """Exchanges the gradients of one model.
+
+    `hipress.attach` and `hipress.torch.comm_hook` make one for DDP, `hipress.session.start` for
+    any other loop. It is also a `Stateful` of torch.distributed.checkpoint.
+
+    Args:
+        rules: Decide which gradients are compressed.
+        settings: What the user asked for besides.
+        adapter: Answers questions about the framework; the defaults if None.
+        group: Process group of torch.distributed; all ranks if None.
+        enabled: False leaves every gradient to one uncompressed sum.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        settings: Settings,
+        adapter: Adapter | None = None,
+        group: ProcessGroup | None = None,
+        *,
+        enabled: bool = True,
+    ) -> None:
+        self.rules = rules
+        self.settings = settings
+        self.adapter = adapter or Adapter()
+        self.process_group = group
+        self.enabled = enabled
+        self.step = 0
+        """Number of finished steps."""
+        self.gradients: dict[str, Gradient] = {}
+        """All gradients by name, compressed or not."""
+        self.untrained: frozenset[str] = frozenset()
+        """Names of parameters without a gradient: frozen, or ignored by the framework."""
+        self.owed: dict[str, torch.Tensor] = {}
+        """What each rank must add to its next gradient, the same on all ranks."""
+        self.scale = 1.0
+        """Loss scale in which codec state is kept."""
+        self.rates: dict[str, float] = {}
+        """Learning rate of the last step by gradient."""
+        self.loaded: dict[str, Any] | None = None
+        """A loaded checkpoint, until the step after it is done."""
+        self.plain_bytes = 0
+        """Bytes that uncompressed sums have sent."""
+        self.auto: Auto | None = None
+        self.mode = StepMode(Mode.DETACHED if not enabled else self._first_mode())
+        self._engine: Engine | None = None
+        self._partitioner: Partitioner | None = None
+        self._installed: Plan | None = None
+        """The plan of `auto` that gradients are laid out for."""
+        self._warned: set[str] = set()
+        self._tracer: Tracer | None = None
+        self._buckets: dict[int, Bucket] = {}
+        self._rate_ratios: dict[str, float] = {}
+        self._failure: BaseException | None = None
+        self._in_flight: list[tuple[Bucket, torch.Tensor]] = []
+        """Buckets of this step whose averages the framework may throw away."""
+        self._flats: dict[tuple[str, ...], torch.Tensor] = {}
+        """Buffers of `average`."""
+
+    def __repr__(self) -> str:
+        compressed = sum(gradient.is_compressed for gradient in self.gradients.values())
+        return (
+            f"<Session: {compressed} of {len(self.gradients)} gradients compressed, step "
+            f"{self.step}, {self.mode.current.value if self.enabled else 'not enabled'}>"
+        )
+
+    # --- for users --------------------------------------------------------------------------------
+
+    def average(self, gradients: Mapping[str, Any]) -> None:
+        """Replaces gradients by their mean over all ranks, in place: one whole step.
+
+        Args:
+            gradients: Arrays by name, all or some of those registered, the same on all ranks:
+                NumPy arrays, torch tensors, or anything with `__dlpack__` that shares memory.
+
+        Example:
+            >>> import numpy, torch.distributed as dist, hipress.session
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> weight = numpy.ones((64, 64), dtype=numpy.float32)
+            >>> session = hipress.session.start({"weight": weight}, codec="int8", min_size=0)
+            >>> session.average({"weight": weight})
+            >>> session.step
+            1
+            >>> dist.destroy_process_group()
+        """
+        values = {name: as_tensor(array, name) for name, array in gradients.items()}
+        for name, value in values.items():
+            known = self.gradients.get(name)
+            if known is None and self.enabled:
+                raise UsageError(
+                    f"gradient {name!r} is not registered; the first registered ones are: "
+                    f"{', '.join(list(self.gradients)[:5])}."
+                )
+            if known is not None and value.numel() != known.numel:
+                raise UsageError(
+                    f"gradient {name!r} has {value.numel()} elements and was registered with "
+                    f"{known.numel}; start a new session for another model."
+                )
+        for observer in list(self.adapter.observers):
+            for name in values:
+                observer.gradient_ready(name)
+        self.begin_step()
+        by_kind: dict[Any, list[str]] = {}
+        for name, value in values.items():
+            by_kind.setdefault((value.dtype, value.device), []).append(name)
+        under_way = []
+        for index, names in enumerate(by_kind.values()):
+            key = tuple(names)
+            if key not in self._flats:
+                self._flats[key] = torch.cat([values[name].reshape(-1) for name in names])
+            else:
+                torch.cat([values[name].reshape(-1) for name in names], out=self._flats[key])
+            under_way.append((names, self._flats[key], self.exchange(index, key, self._flats[key])))
+        for names, flat, future in under_way:
+            future.wait()
+            parts = flat.split([values[name].numel() for name in names])
+            for name, part in zip(names, parts, strict=True):
+                values[name].copy_(part.view(values[name].shape))
+        self.end_step()
+        for observer in list(self.adapter.observers):
+            observer.forward_begin()  # a loop without hooks: the next step begins here
+            observer.forward_end()
+
+    def stats(self) -> Stats:
+        """Returns what has been sent so far, how long it took, and what is not compressed."""
+        return collect(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the codec state of all ranks, complete on every rank; collective.
+
+        It loads with `weights_only=True`.
+        """
+        return checkpoint.save(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues where another run stopped, with any number of ranks; collective."""
+        checkpoint.load(self, state_dict)
+        if self.auto is None and not self.mode.is_leaving:
+            self.mode.restart(warm=self.step >= self.settings.warmup_steps)
+
+    def detach(self) -> None:
+        """Sends what the residuals hold with the next gradients, then leaves plain all-reduce.
+
+        Collective; call it between two steps. A framework's hook stays and does what the framework
+        does without it.
+        """
+        if self.mode.is_leaving:
+            return
+        if self._engine is not None:
+            self._engine.agree("detach", {"step": self.step})
+        if self.auto is not None:
+            self.auto.stop()
+        if self.mode.current is Mode.FLUSHING:
+            self.mode.end_flush()
+        self.mode.flush(then=Mode.DETACHED)
+
+    def timeline(self, path: str, steps: int = 10) -> None:
+        """Records the next steps on all ranks; rank 0 writes them for Perfetto. Collective.
+
+        Args:
+            path: Path of the JSON file; open it at https://ui.perfetto.dev.
+            steps: Number of steps.
+        """
+        if self.mode.current is Mode.DETACHED and self.enabled:
+            raise UsageError("this exchange is detached; there is nothing to record.")
+        engine = self.engine
+        if not self.adapter.can_observe:
+            raise UsageError(
+                "timeline needs the model, which a bare hook does not know; use attach."
+            )
+        problem = None
+        try:
+            if engine.transport.rank == 0:
+                check_path(path)
+        except UsageError as error:
+            problem = str(error)
+        problem = engine.agree("timeline", {"steps": steps}, told=problem)[0]
+        if problem is not None:
+            raise UsageError(problem)
+        if self._tracer is None:
+            self._tracer = Tracer(self.adapter, engine, engine.gather, engine.clock_offset)
+        self._tracer.begin(path, steps)
+
+    def check_replicas(self) -> None:
+        """Compares the parameters of all ranks; collective.
+
+        Raises:
+            AgreementError: They differ; it names the first parameter that does.
+        """
+        digests = replicas.digests(self.adapter.parameters())
+        told = self.engine.agree("the replica check", {"step": self.step}, digests)
+        replicas.compare(told, self.step)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None if there is none or `auto` uses plain all-reduce."""
+        return self.rules.plan if self.auto is None else self.auto.plan
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Gradients that are not compressed, and why."""
+        found = selection.skipped({name: g.choice for name, g in self.gradients.items()})
+        return found if self.auto is None else self.auto.skipped(found)
+
+    @property
+    def bucket_names(self) -> tuple[tuple[str, ...], ...]:
+        """Gradients as the framework puts them together, as far as buckets were seen."""
+        found: list[tuple[str, ...]] = []
+        seen: set[str] = set()
+        for index in sorted(self._buckets):
+            names = self._buckets[index].names
+            if not seen.intersection(names):  # else from the first step, before DDP rebuilt them
+                found.append(names)
+                seen.update(names)
+        return tuple(found)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that carries the gradients; a bare hook has none before its first step."""
+        if self._engine is None:
+            raise UsageError(
+                "this exchange has not begun: with comm_hook, run one step first; with "
+                "enabled=False there is none."
+            )
+        return self._engine
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an engine."""
+        return self._engine is not None
+
+    # --- setting up -------------------------------------------------------------------------------
+
+    def open(self, device: torch.device) -> Engine:
+        """Makes the engine; collective."""
+        self._engine = engine_of(self.process_group, device, Options(), self.settings.seed)
+        return self._engine
+
+    def register(self, specs: Iterable[GradientSpec]) -> None:
+        """Decides for gradients, given in the order in which backward computes them."""
+        found = list(specs)
+        if self._partitioner is None:
+            total = sum(spec.numel for spec in found)
+            self._partitioner = self._new_partitioner(self.adapter.bucket_numel or total)
+        for spec in found:
+            checkpoint.restore(self, self._lay_out(spec))
+
+    def use_auto(self, planner: Planner) -> None:
+        """Lets `auto` decide from step to step, starting with uncompressed steps."""
+        self.auto = Auto(planner)
+        self.mode = StepMode(Mode.PLAIN)
+
+    def announce(self) -> None:
+        """Logs on rank 0 what is compressed, with warnings about the optimizer; starts `auto`."""
+        if self.auto is not None:
+            self.auto.start(self)
+            return
+        if self.engine.transport.rank != 0:
+            return
+        compressed = [g for g in self.gradients.values() if g.is_compressed]
+        total = sum(g.numel for g in self.gradients.values())
+        inside = sum(g.numel for g in compressed)
+        codecs = ", ".join(sorted({g.choice.codec.name for g in compressed})) or "none"
+        _log.info(
+            "%d of %d gradients (%.1f %% of the elements) are compressed with %s.",
+            len(compressed), len(self.gradients), 100 * inside / max(total, 1), codecs,
+        )  # fmt: skip
+        if not compressed:
+            _log.warning(
+                "no gradient is compressed: all are exempt (see sync.skipped); lower min_size, or "
+                "give include=."
+            )
+        self._warn()
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what ranks compare before the first step."""
+        gradients = self.gradients.values()
+        plan = self.rules.plan
+        return {
+            "parameters": [g.name for g in gradients],
+            "elements of parameters": [g.numel for g in gradients],
+            "dtypes of parameters": [str(g.spec.dtype) for g in gradients],
+            "codecs": [g.choice.codec.name for g in gradients],
+            "strategies": [g.choice.strategy for g in gradients],
+            "epoch of the plan": None if plan is None else plan.epoch,
+            "warmup_steps": self.settings.warmup_steps,
+            "check_every": self.settings.check_every,
+            **self.adapter.facts(),
+        }
+
+    def _first_mode(self) -> Mode:
+        return Mode.WARMUP if self.settings.warmup_steps else Mode.COMPRESSED
+
+    def _new_partitioner(self, bucket_numel: int) -> Partitioner:
+        self._bucket_numel = bucket_numel
+        engine = self.engine
+        return Partitioner(
+            engine.transport.num_ranks,
+            bucket_numel=bucket_numel,
+            on_gpu=engine.device.type == "cuda",
+        )
+
+    def _lay_out(self, spec: GradientSpec) -> Gradient:
+        """Decides for a gradient, and places its partitions."""
+        assert self._partitioner is not None
+        choice = self.rules.choice(spec)
+        if self.auto is not None:
+            choice = self.auto.choice(spec, self.rules, self._installed)
+        placements: tuple[Placement, ...] = ()
+        if choice.codec.name != "none":
+            most = chunk_numel(choice.codec, spec.device, self.engine.options)
+            placements = self._partitioner.place(spec.numel, most, choice.partitions)
+        gradient = Gradient(spec=spec, choice=choice, placements=placements)
+        self.gradients[spec.name] = gradient
+        return gradient
+
+    def _install(self, plan: Plan | None) -> None:
+        """Lays all gradients out for a plan of `auto`; no codec holds state. Collective."""
+        if (plan and plan.epoch) == (self._installed and self._installed.epoch):
+            return
+        if plan is not None:
+            facts = {"step": self.step, "epoch of the plan": plan.epoch, "plan": _digest(plan)}
+            self.engine.agree("a new plan", facts)
+        self._installed = plan
+        self._partitioner = self._new_partitioner(self._bucket_numel)
+        self._buckets.clear()
+        for gradient in list(self.gradients.values()):
+            self._lay_out(gradient.spec)
+        if plan is not None and self.engine.transport.rank == 0:
+            self._warn()
+
+    def _warn(self) -> None:
+        compressed = [(g.name, g.choice.codec) for g in self.gradients.values() if g.is_compressed]
+        for sentence in self.adapter.warnings(compressed):
+            if sentence not in self._warned:
+                self._warned.add(sentence)
+                _log.warning(sentence)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Decides the mode of this step, on all ranks alike; before the first `exchange`."""
+        if self.mode.current is Mode.DETACHED:
+            return
+        self._in_flight.clear()
+        self._advance_mode()
+        every = self.settings.check_every
+        if every and self.step % every == 0:
+            self.check_replicas()
+        self._follow_scale()
+        self._follow_rates()
+
+    def exchange(self, index: int, names: Sequence[str], buffer: torch.Tensor) -> Future:
+        """Starts to replace a bucket of gradients by their mean over all ranks, in place.
+
+        Args:
+            index: Number of the bucket in this step.
+            names: Registered gradients that lie in the buffer one after the other.
+            buffer: Their elements, flat.
+
+        Returns:
+            A torch future of the buffer.
+        """
+        if self.mode.current is Mode.DETACHED:
+            return self._sum(buffer)
+        bucket = self._bucket(index, tuple(names), buffer)
+        if self._tracer is not None:
+            self._tracer.on_bucket(index, [n for group in bucket.groups for n in group.names])
+        if not self._uses_engine(bucket):
+            if self._pay(bucket, buffer):
+                self._in_flight.append((bucket, buffer))
+            return self._sum(buffer)
+        self._pay(bucket, buffer)
+        self._in_flight.append((bucket, buffer))
+        handles = [
+            self.engine.allreduce(
+                [buffer[start:stop] for start, stop in group.spans],
+                codec=group.codec,
+                strategy=group.strategy,
+                names=group.names,
+                placements=group.placements,
+                step=self.step,
+                # All gradients of a group have one learning rate.
+                lr_ratio=self._rate_ratios.get(group.names[0]) if group.wants_rate else None,
+                weights=self._weights(group) if group.wants_weights else None,
+            )
+            for group in bucket.groups
+        ]
+        return joint(handles, buffer, partial(self._note_failure, buffer))
+
+    def end_step(self) -> None:
+        """Ends a step after the framework took the averages; raises what went wrong in it."""
+        self.step += 1
+        if self.mode.current is Mode.DETACHED:
+            return
+        if self._failure is not None:
+            raise self._failure
+        self._keep_dropped()
+        # What was sent for a parameter that no rank used is owed, and flushed again.
+        if self.mode.current is Mode.FLUSHING and not (self.mode.is_leaving and self.owed):
+            self.mode.end_flush()
+            if self.mode.current is Mode.DETACHED:
+                self._on_detached()
+        if self.loaded is not None and self.step > self.settings.warmup_steps:
+            if self.auto is None or self.auto.has_taken_state:
+                self.loaded = None
+                self.engine.keeper.forget_offers()
+        if self._tracer is not None:
+            self._tracer.on_step_end()
+        every = self.settings.log_every
+        if every and self.step % every == 0 and self.engine.transport.rank == 0:
+            stats = self.stats()
+            _log.info(log_line(self.step, stats))
+            if self.settings.writer is not None:
+                write_scalars(self.settings.writer, self.step, stats)
+        if self.auto is not None and not self.mode.is_leaving:
+            self.auto.end(self.engine)
+
+    def _advance_mode(self) -> None:
+        if self.mode.is_leaving:
+            return
+        if self.mode.current is Mode.FLUSHING:
+            self.mode.end_flush()  # the last step was broken off
+        if self.auto is not None:
+            directed, plan = self.auto.begin(self)
+            if directed is Mode.FLUSHING:
+                self.mode.flush(then=Mode.PLAIN)
+                return
+            if directed is Mode.PLAIN:
+                self.mode.use_plain()
+                if self.auto.holds_state:
+                    return  # the layout that the codecs' state belongs to stays
+            elif directed is Mode.TRIAL:
+                self.mode.try_plan()
+            else:
+                self.mode.use_plan()
+            self._install(plan)
+        elif self.mode.current is Mode.WARMUP and self.step >= self.settings.warmup_steps:
+            self.mode.end_warmup()
+
+    def _uses_engine(self, bucket: Bucket) -> bool:
+        """Whether the bucket is exchanged as decided, and not by one uncompressed sum."""
+        if not self.mode.current.compresses or not bucket.groups:
+            return False
+        # Plans of `auto` leave whole buckets uncompressed, for which torch's sum is fastest. Not
+        # with a transport whose messages need one order on all ranks (NCCL): nothing would order
+        # this sum and the exchanges of the engine.
+        return self.auto is None or bucket.has_codec or self.engine.transport.ordered
+
+    def _bucket(self, index: int, names: tuple[str, ...], buffer: torch.Tensor) -> Bucket:
+        known = self._buckets.get(index)
+        if known is not None and known.names == names:
+            return known
+        takes = buffer.layout is torch.strided and buffer.dtype in selection.DTYPES
+        groups = grouped([self.gradients[name] for name in names]) if takes else ()
+        self._buckets[index] = Bucket(names=names, groups=groups)
+        return self._buckets[index]
+
+    def _weights(self, group: Group) -> list[torch.Tensor]:
+        """Returns the parameters, in the unit of their gradients."""
+        weights = [self.adapter.weights(name) for name in group.names]
+        return weights if self.scale == 1.0 else [weight * self.scale for weight in weights]
+
+    def _pay(self, bucket: Bucket, buffer: torch.Tensor) -> bool:
+        """Adds what is owed to gradients, and in a flush what their codecs hold.
+
+        Returns whether anything may have been added.
+        """
+        flush = self.mode.current is Mode.FLUSHING
+        if not self.owed and not flush:
+            return False
+        for group in bucket.groups:
+            for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
+                values = buffer[start:stop]
+                if (owed := self.owed.pop(gradient.name, None)) is not None:
+                    values.add_(owed.to(values.device))
+                if flush and gradient.is_compressed:
+                    self.engine.settle()
+                    values.add_(checkpoint.unsent(self.engine, gradient))
+            if flush:
+                self.engine.forget(group.names)
+        return True
+
+    def _sum(self, buffer: torch.Tensor) -> Future:
+        """Averages a whole bucket with torch's all-reduce, as DDP does without a hook."""
+        group: Any = self.process_group or dist.group.WORLD
+        num_ranks = group.size()
+        if num_ranks == 1:
+            future: Future = torch.futures.Future(
+                devices=[buffer.device] if buffer.is_cuda else None
+            )
+            future.set_result(buffer)
+            return future
+        dense = buffer.layout is torch.strided
+        if dense:  # torch does not tell the bytes of others
+            self.plain_bytes += 2 * (num_ranks - 1) * buffer.nbytes // num_ranks
+        # A power of two only moves the exponent and float32 has room for the sum, so dividing
+        # afterwards, in torch's thread while backward goes on, gives the same bits.
+        later = (
+            dense
+            and buffer.device.type == "cpu"
+            and buffer.dtype is torch.float32
+            and num_ranks & (num_ranks - 1) == 0
+        )
+        if not later:
+            buffer.mul_(1 / num_ranks)  # as DDP does; a division takes twice as long
+        try:
+            work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+        except RuntimeError as error:
+            raise self._explained(error) from error
+        share = 1 / num_ranks if later else 1.0
+        return cast(Future, work.get_future().then(partial(self._summed, buffer, share)))
+
+    def _summed(self, buffer: torch.Tensor, share: float, done: Any) -> torch.Tensor:
+        try:
+            found = cast(torch.Tensor, done.value()[0])
+            return found if share == 1.0 else found.mul_(share)
+        except RuntimeError as error:
+            if self.mode.current is Mode.DETACHED:
+                raise
+            self._note_failure(buffer, self._explained(error))
+            return buffer
+
+    def _explained(self, error: RuntimeError) -> BaseException:
+        """Returns an error that names the lost rank, as far as that is known."""
+        return error if self._engine is None else self._engine.explain(error)
+
+    def _note_failure(self, buffer: torch.Tensor, error: BaseException) -> None:
+        # The mean never came: nobody may mistake what is in its place for it. The error is raised
+        # by `end_step`, since torch would keep only the text of one raised in a future.
+        buffer.fill_(torch.nan)
+        self._failure = error
+
+    def _keep_dropped(self) -> None:
+        """Keeps what was sent for parameters that no rank used: the framework threw it away."""
+        for bucket, buffer in self._in_flight:
+            for group in bucket.groups:
+                for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
+                    sent = buffer[start:stop]
+                    may_owe = gradient.is_compressed or self.auto is not None
+                    if may_owe and self.adapter.was_dropped(gradient.name, sent):
+                        # A step with NaN is skipped, and drops what was sent in it.
+                        if sent.isfinite().all() and sent.any():
+                            self.owed[gradient.name] = sent.to(torch.float32, copy=True)
+        self._in_flight.clear()
+
+    def _on_detached(self) -> None:
+        if self._tracer is not None:
+            self._tracer.finish()
+        if self.engine.transport.rank == 0:
+            _log.info("detached after step %d: plain all-reduce from here on.", self.step)
+
+    def _follow_scale(self) -> None:
+        """Brings codec state to the loss scale of this step."""
+        holds_state = self.auto is None or self.auto.holds_state
+        if self.mode.current is Mode.PLAIN and not holds_state and not self.owed:
+            return  # reading the scale would make the host wait for a GPU
+        found = self.adapter.loss_scale()
+        scale = 1.0 if found is None else found
+        if scale != self.scale:
+            ratio = scale / self.scale
+            self.engine.settle()
+            self.engine.keeper.scale(ratio)
+            for owed in self.owed.values():
+                owed.mul_(ratio)
+        self.scale = scale
+
+    def _follow_rates(self) -> None:
+        """Notes by how much the learning rate of each gradient has changed."""
+        for name, now in self.adapter.learning_rates().items():
+            if now == 0.0:  # nothing is applied, so nothing changes
+                continue
+            self._rate_ratios[name] = self.rates.get(name, now) / now
+            self.rates[name] = now
+
+
+def _digest(plan: Plan) -> str:
+    return hashlib.blake2b(plan.model_dump_json().encode(), digest_size=8).hexdigest()

@@ -1,0 +1,141 @@
+"""From what a user asked for to a session that is ready for its first step."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hipress.codecs.base import Codec
+from hipress.errors import UsageError
+from hipress.plan import Plan
+from hipress.session import planner, selection
+from hipress.session.adapter import GradientSpec
+from hipress.session.planner import Planner
+from hipress.session.selection import Rules
+from hipress.session.session import Session, Settings
+from hipress.settings import LOG, log_level
+
+_log = logging.getLogger("hipress")
+
+DEFAULT_CODEC = "int8"
+"""Used when only a strategy was given: it is safe with every optimizer."""
+AUTO = "auto"
+"""In place of a codec: measure, plan, and compress where that is faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What the user asked for, checked."""
+
+    rules: Rules
+    is_auto: bool
+    codecs: tuple[str, ...] = ()
+    """Codecs that `auto` may use."""
+    budget: float | str | None = None
+
+
+def decide(
+    *,
+    codec: str | Codec | None,
+    strategy: str | None,
+    plan: str | Plan | dict[str, Any] | None,
+    exclude: str | Iterable[str],
+    include: str | Iterable[str],
+    min_size: int,
+    codecs: Iterable[str] | None = None,
+    budget: float | str | None = None,
+    is_plain_sgd: bool = False,
+) -> Decision:
+    """Checks the arguments that `attach` and `start` share.
+
+    Args:
+        codec: A codec or an expression; `auto` or None, without strategy and plan, measures.
+        strategy: Name of a strategy.
+        plan: A plan, its path or its content.
+        exclude: Patterns of names that are not compressed.
+        include: Patterns of names that are compressed although they are exempt by default.
+        min_size: Gradients with fewer elements are exempt.
+        codecs: Codecs that `auto` may use; by the budget if None.
+        budget: Accuracy budget of `auto`.
+        is_plain_sgd: Whether the optimizer is known to be SGD without momentum.
+    """
+    if codec == AUTO and (strategy is not None or plan is not None):
+        given = "strategy" if strategy is not None else "plan"
+        raise UsageError(f"codec 'auto' makes plans itself, and a {given} was given; give one.")
+    is_auto = codec == AUTO or (codec is None and strategy is None and plan is None)
+    if not is_auto and (codecs is not None or budget is not None):
+        given = "codecs" if codecs is not None else "budget"
+        raise UsageError(f"{given} is for auto, and a codec or plan was given; give one of them.")
+    rules = selection.rules(
+        codec=None if is_auto else codec,
+        strategy=strategy,
+        plan=plan,
+        exclude=exclude,
+        include=include,
+        min_size=min_size,
+        default_codec=DEFAULT_CODEC,
+    )
+    allowed = planner.allowed(codecs, budget, is_plain_sgd=is_plain_sgd) if is_auto else ()
+    return Decision(rules=rules, is_auto=is_auto, codecs=allowed, budget=budget)
+
+
+def begin(
+    session: Session,
+    decision: Decision,
+    specs: Sequence[GradientSpec],
+    names: Sequence[str],
+    register_hook: Callable[[], None] = lambda: None,
+) -> Session:
+    """Opens a session: engine, decisions, agreement of all ranks. Collective.
+
+    Args:
+        session: A new session.
+        decision: What the user asked for.
+        specs: The gradients, in the order in which backward computes them.
+        names: All parameters, also those without a gradient: naming them is no mistake.
+        register_hook: Called when all ranks agree.
+    """
+    selection.check_names(decision.rules, names)
+    show_log(session.settings, is_auto=decision.is_auto and session.enabled)
+    if not session.enabled:
+        return session
+    if not specs:
+        raise UsageError("the model has no parameter that is trained; there is nothing to attach.")
+    engine = session.open(specs[0].device)
+    facts = {}
+    try:
+        if decision.is_auto:
+            session.use_auto(Planner(decision.codecs, decision.budget))
+            facts = {"codecs for auto": list(decision.codecs), "budget": decision.budget}
+        session.register(specs)
+        engine.agree("attach", session.facts() | facts)
+        register_hook()
+    except BaseException:
+        engine.close()
+        raise
+    plan = decision.rules.plan
+    num_ranks = engine.transport.num_ranks
+    if plan is not None and plan.num_ranks not in (None, num_ranks) and engine.transport.rank == 0:
+        _log.warning(
+            "the plan was made for %d ranks and %d are here; make one for so many with hipress "
+            "plan --nodes.", plan.num_ranks, num_ranks,
+        )  # fmt: skip
+    session.untrained = frozenset(names) - set(session.gradients)
+    session.announce()
+    return session
+
+
+def show_log(settings: Settings, *, is_auto: bool = False) -> None:
+    """Shows the log lines that the user asked for, if the program has set up no logging."""
+    wanted = os.environ.get(LOG.name) is not None
+    if settings.log_every or wanted or is_auto:
+        level = log_level() if wanted else logging.INFO
+        if not _log.isEnabledFor(level):
+            _log.setLevel(level)
+        if not _log.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("hipress: %(message)s"))
+            _log.addHandler(handler)

@@ -1,0 +1,400 @@
+"""DistributedDataParallel as a framework of the session: buckets, futures, hooks, unused parameters.
+
+    first bucket    begin_step; the watchdog notes that the training loop is inside DDP
+    every bucket    exchange: DDP gets a future of the bucket's mean
+    last bucket     DDP waits for all futures and hands the means out; then end_step
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hipress import settings as hipress_settings
+from hipress.codecs.base import Codec
+from hipress.errors import UsageError
+from hipress.session import Adapter, GradientSpec, Mode, Session, StepObserver
+from hipress.session.timing import GradientTimer
+from hipress.torch import optimizer_checks
+from hipress.torch.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+_log = logging.getLogger("hipress")
+
+Future = torch.futures.Future[torch.Tensor]
+
+BUCKET_NUMEL = 25 * 2**18
+"""Elements of DDP's default bucket."""
+
+
+class DDPAdapter(Adapter):
+    """Answers the session's questions about a DDP model, and receives DDP's buckets.
+
+    Args:
+        optimizer: Learning rates, momentum and weight decay are read from it.
+        scaler: The GradScaler, if there is one.
+    """
+
+    bucket_numel: int | None = BUCKET_NUMEL
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> None:
+        super().__init__()
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise UsageError(f"optimizer is a {type(optimizer).__name__}; give a torch optimizer.")
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            raise UsageError(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler.")
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._buckets: dict[int, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        self._module: weakref.ref[DistributedDataParallel] | None = None
+        self._facts: dict[str, Any] = {}
+        self._finds_unused = False
+        self._watchdog = Watchdog(hipress_settings.timeout_s())
+
+    # --- setting up -------------------------------------------------------------------------------
+
+    def use_model(self, ddp: DistributedDataParallel) -> None:
+        """Reads the settings of a DDP model."""
+        # The model's hook holds this object through C++, where no collector sees a cycle.
+        self._module = weakref.ref(ddp)
+        self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
+        self._facts = {
+            "bytes of a bucket": int(ddp.bucket_bytes_cap),
+            "find_unused_parameters": ddp.find_unused_parameters,
+            "static_graph": ddp.static_graph,
+        }
+        cap_bytes = int(ddp.bucket_bytes_cap)
+        is_default = getattr(ddp, "bucket_bytes_cap_default", cap_bytes == 25 * 2**20)
+        self.bucket_mb = None if is_default else cap_bytes / 2**20
+
+    def specs(
+        self, named: Iterable[tuple[str, torch.Tensor]], sparse: frozenset[str] = frozenset()
+    ) -> list[GradientSpec]:
+        """Takes parameters in, and describes their gradients."""
+        rate_groups = {id(p): number for number, p in self._optimized()}
+        found = []
+        for name, parameter in named:
+            self._parameters[name] = parameter
+            self._names[id(parameter)] = name
+            group = rate_groups.get(id(parameter))
+            found.append(spec_of(name, parameter, is_sparse=name in sparse, rate_group=group))
+        return found
+
+    def register_hook(self, session: Session) -> None:
+        """Registers DDP's hook, and ends the engine together with the model."""
+        ddp = self._ddp()
+        assert ddp is not None
+        try:
+            ddp.register_comm_hook(session, hook)
+        except RuntimeError as error:
+            if "only be called once" in str(error):
+                raise UsageError(
+                    "the model has a communication hook already, by an earlier attach or by "
+                    "others, and DDP takes one, once: wrap the module in a new "
+                    "DistributedDataParallel."
+                ) from error
+            raise
+        self._watch_engine(session)
+        weakref.finalize(ddp, session.engine.close)
+        self._watchdog.watch_forward(ddp)
+
+    def _watch_engine(self, session: Session) -> None:
+        def on_lost(error: BaseException) -> None:
+            if session.mode.current is Mode.DETACHED or not torch.distributed.is_initialized():
+                return  # the job has ended here, and may have ended there
+            self._watchdog.start(
+                error,
+                is_over=lambda: (
+                    session.mode.current is Mode.DETACHED or session.engine.is_closed
+                ),
+            )
+
+        session.engine.on_lost = on_lost
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def on_bucket(self, session: Session, bucket: GradBucket) -> Future:
+        """Exchanges a bucket whose gradients are ready."""
+        try:
+            return self._on_bucket(session, bucket)
+        except BaseException:
+            self._watchdog.error_was_raised()
+            raise
+
+    def _on_bucket(self, session: Session, bucket: GradBucket) -> Future:
+        buffer, index, is_last = bucket.buffer(), bucket.index(), bucket.is_last()
+        if session.mode.current is Mode.DETACHED:
+            future = session.exchange(index, (), buffer)
+            if is_last:
+                session.end_step()
+            return future
+        if not session.is_open:  # a bare hook
+            session.open(buffer.device)
+            self._watch_engine(session)
+        if index == 0:
+            self._watchdog.enter()
+        names = self._names_of(session, bucket)
+        if index == 0:
+            session.begin_step()
+        future = session.exchange(index, names, buffer)
+        if is_last:
+            self._queue_end(session)
+        return future
+
+    def _names_of(self, session: Session, bucket: GradBucket) -> tuple[str, ...]:
+        parameters = bucket.parameters()
+        known = tuple(map(id, parameters))
+        found = self._buckets.get(bucket.index())
+        if found is not None and found[0] == known:
+            return found[1]
+        missing = [p for p in parameters if id(p) not in self._names]
+        if missing:  # a bare hook learns of parameters in the order in which they come
+            first = len(self._names)
+            named = [(f"gradient{first + k}", p) for k, p in enumerate(missing)]
+            session.register(self.specs(named))
+        names = tuple(self._names[one] for one in known)
+        self._buckets[bucket.index()] = (known, names)
+        return names
+
+    def _queue_end(self, session: Session) -> None:
+        """Calls `end_step` after DDP has handed the means out."""
+
+        def end() -> None:
+            self._watchdog.leave()
+            try:
+                session.end_step()
+            except BaseException:
+                self._watchdog.error_was_raised()
+                raise
+
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        # DDP queues its own callback, which hands the means out, after this hook returns; one that
+        # is queued from within ours comes behind it.
+        try:
+            queue(lambda: queue(end))
+        except RuntimeError as error:
+            raise UsageError(
+                "DDP called for gradients outside backward, as its join() for uneven inputs does; "
+                "that is not supported: give all ranks the same number of batches."
+            ) from error
+
+    # --- what the session asks --------------------------------------------------------------------
+
+    @property
+    def can_observe(self) -> bool:
+        """Whether the model is known and still there."""
+        return self._ddp() is not None
+
+    def observe(self, observer: StepObserver) -> Callable[[], None]:
+        """Registers hooks at the model for the methods that the observer overrides."""
+        ddp = self._ddp()
+        return observe(ddp, observer, self._parameters) if ddp is not None else lambda: None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what must be the same on all ranks."""
+        return {
+            "whether there is a scaler": self._scaler is not None,
+            "whether there is an optimizer": self._optimizer is not None,
+            **self._facts,
+        }
+
+    def loss_scale(self) -> float | None:
+        """Returns the scale of the GradScaler."""
+        return None if self._scaler is None else float(self._scaler.get_scale())
+
+    def learning_rates(self) -> Mapping[str, float]:
+        """Returns the optimizer's learning rates."""
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        return {
+            self._names[id(parameter)]: float(group["lr"])
+            for group in groups
+            for parameter in group["params"]
+            if id(parameter) in self._names
+        }
+
+    def weights(self, name: str) -> torch.Tensor:
+        """Returns a parameter, flat."""
+        return flat(self._parameters[name])
+
+    def parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Returns all parameters that DDP does not ignore, also those without a gradient."""
+        ddp = self._ddp()
+        if ddp is None:
+            return self._parameters.items()
+        return [
+            (clean(name), parameter)
+            for name, parameter in ddp.module.named_parameters()
+            if name not in ddp.parameters_to_ignore
+        ]
+
+    def was_dropped(self, name: str, sent: torch.Tensor) -> bool:
+        """Returns whether DDP kept the mean of a parameter that no rank used to itself."""
+        given = self._parameters[name].grad
+        if given is None or not self._finds_unused:
+            return given is None
+        if given.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr():
+            return False
+        return not torch.equal(flat(given).view(torch.uint8), sent.view(torch.uint8))
+
+    def warnings(self, compressed: Sequence[tuple[str, Codec]]) -> list[str]:
+        """Returns what the optimizer applies a second time."""
+        if self._optimizer is None:
+            return []
+        pairs = [(self._parameters[name], codec) for name, codec in compressed]
+        return optimizer_checks.warnings(self._optimizer, pairs)
+
+    def _ddp(self) -> DistributedDataParallel | None:
+        return None if self._module is None else self._module()
+
+    def _optimized(self) -> Iterator[tuple[int, torch.Tensor]]:
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                yield number, parameter
+
+
+def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
+    """Exchanges a bucket; DDP calls it with the session and each bucket."""
+    return state.adapter.on_bucket(state, bucket)
+
+
+def time_gradients(module: nn.Module) -> GradientTimer:
+    """Starts to time the gradients of a model or of its DDP; call `close` at the end.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> timer = time_gradients(model)
+        >>> for _ in range(3):
+        ...     model(torch.ones(1, 4)).sum().backward()
+        ...     timer.end_step()
+        >>> sorted(gradient.name for gradient in timer.profile().gradients)
+        ['bias', 'weight']
+    """
+    named = {name: p for name, p in named_gradients(module).items() if p.requires_grad}
+    timer = GradientTimer(spec_of(name, parameter) for name, parameter in named.items())
+    timer.on_close(observe(module, timer, named))
+    return timer
+
+
+def observe(
+    module: nn.Module, observer: StepObserver, parameters: Mapping[str, torch.Tensor]
+) -> Callable[[], None]:
+    """Calls an observer from hooks at a model; the result removes them.
+
+    Forward passes without gradients, such as an evaluation, are no steps and are not reported.
+    """
+
+    def overrides(name: str) -> bool:
+        return getattr(type(observer), name) is not getattr(StepObserver, name)
+
+    def before(*_: object) -> None:
+        if torch.is_grad_enabled():
+            observer.forward_begin()
+
+    def after(_module: object, _args: object, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        observer.forward_end()
+        if overrides("backward_begin"):
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: observer.backward_begin())  # type: ignore[no-untyped-call]
+
+    def ready(name: str) -> Callable[[torch.Tensor], None]:
+        return lambda _: observer.gradient_ready(name)
+
+    handles: list[Any] = [module.register_forward_pre_hook(_untraced(before))]
+    if overrides("forward_end") or overrides("backward_begin"):
+        handles.append(module.register_forward_hook(_untraced(after)))
+    if overrides("gradient_ready"):
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                handles.append(register(_untraced(ready(name))))
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+
+    return remove
+
+
+def spec_of(
+    name: str, parameter: torch.Tensor, *, is_sparse: bool = False, rate_group: int | None = None
+) -> GradientSpec:
+    """Describes the gradient of a parameter."""
+    return GradientSpec(
+        name=name,
+        numel=parameter.numel(),
+        dims=parameter.dim(),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        is_sparse=is_sparse,
+        rate_group=rate_group,
+    )
+
+
+def named_gradients(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a model by name; those of a DDP without its `module.`.
+
+    Example:
+        >>> list(named_gradients(nn.Linear(2, 2)))
+        ['weight', 'bias']
+    """
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    return dict(inner.named_parameters())
+
+
+def clean(name: str) -> str:
+    """Returns a parameter's name without the prefix that torch.compile adds."""
+    return name.replace("_orig_mod.", "")
+
+
+def sparse_names(model: nn.Module) -> frozenset[str]:
+    """Returns the parameters whose gradients are sparse."""
+    found = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            found.add(clean(f"{prefix}.weight" if prefix else "weight"))
+    return frozenset(found)
+
+
+def flat(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the elements in the order in which DDP's buckets hold the gradient."""
+    parameter = parameter.detach()
+    if parameter.is_contiguous():
+        return parameter.view(-1)
+    return torch.as_strided(parameter, (parameter.numel(),), (1,), parameter.storage_offset())
+
+
+def _untraced(function: Callable[..., None]) -> Any:
+    """Keeps torch.compile from tracing a hook, which would break the graph."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in what a model returns: alone, in lists, dictionaries, dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    inside: Any = ()
+    if isinstance(output, Mapping):
+        inside = output.values()
+    elif isinstance(output, list | tuple | set):
+        inside = output
+    elif is_dataclass(output) and not isinstance(output, type):
+        inside = [getattr(output, field.name) for field in fields(output)]
+    for value in inside:
+        yield from _tensors(value)
