@@ -22,7 +22,16 @@ SRC = Path(hipress.__file__).parent
 
 # Modules that make one room; every other room is the folder (or file) of its own name.
 MEMBERS = {
-    "ground": {"errors", "settings", "plan", "processes", "profile", "timeline", "version"},
+    "ground": {
+        "environment",
+        "errors",
+        "plan",
+        "processes",
+        "profile",
+        "settings",
+        "timeline",
+        "version",
+    },
     "doors": {"torch", "tensorflow", "keras", "jax", "mxnet"},
     "cli": {"__main__"},
     # The part of casync that is pure data, so that the simulator executes what the engine runs.

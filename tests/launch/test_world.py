@@ -1,4 +1,4 @@
-"""`join` under each launcher: the right rank, the same meeting place, a sentence when in doubt."""
+"""`join` under each launcher: the right rank, one address for all, a sentence when in doubt."""
 
 import json
 import os
@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from hipress.environment import expand_counts, expand_hosts, read_environment
 from hipress.errors import UsageError
 from hipress.launch import World, join
-from hipress.launch.slurm import expand_counts, expand_hosts
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 SLURM = {
@@ -82,7 +82,7 @@ def test_a_step_counts_before_its_job():
     assert environ["MASTER_PORT"] == str(20000 + (4711 * 16 + 2) % 10000)
 
 
-def test_a_meeting_place_that_is_set_stays():
+def test_a_master_address_that_is_set_stays():
     environ = {**SLURM, "MASTER_ADDR": "here", "MASTER_PORT": "1234"}
     join(environ)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("here", "1234")
@@ -116,6 +116,23 @@ def test_alone_it_is_a_world_of_one():
     assert 1024 <= int(environ["MASTER_PORT"]) <= 65535
 
 
+@pytest.mark.parametrize(
+    ("environ", "launcher", "master"),
+    [
+        (TORCHRUN, "torchrun", ("n1", 29500)),
+        ({**MPIRUN, "PMIX_NAMESPACE": "job-1"}, "mpirun", ("127.0.0.1", 28703)),
+        (SLURM, "srun", ("n01", 20000 + 4711 * 16 % 10000)),
+        ({}, "none", ("127.0.0.1", 0)),
+    ],
+)
+def test_reading_says_who_launched_and_sets_nothing(environ, launcher, master):
+    before = dict(environ)
+    found = read_environment(environ)
+    assert found.launcher == launcher
+    assert (found.master_addr, found.master_port) == master
+    assert environ == before
+
+
 def test_torchrun_comes_before_mpirun_and_mpirun_before_slurm():
     assert join({**SLURM, **MPIRUN, **TORCHRUN}).rank == 5
     assert join({**SLURM, **MPIRUN}).rank == 1
@@ -130,7 +147,7 @@ def test_torchrun_comes_before_mpirun_and_mpirun_before_slurm():
         ({"MASTER_ADDR": "n1"}, "MASTER_ADDR is set and RANK and WORLD_SIZE are not"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK is set and RANK and WORLD_SIZE are not"),
         ({**TORCHRUN, "LOCAL_RANK": "1"}, "LOCAL_RANK is set and LOCAL_WORLD_SIZE is not"),
-        ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8 can not be"),
+        ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8 cannot be"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK is '-1'; it must be a whole number"),
         ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; it must be a whole number"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is 70000; it must be from 1 to 65535"),
