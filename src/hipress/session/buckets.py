@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from hipress.casync.graphs import grouping
 from hipress.casync.graphs.partitions import Placement
 from hipress.codecs.base import Codec
 from hipress.session.selection import Choice
@@ -59,21 +59,25 @@ def grouped(
             codecs with momentum want to know.
     """
     rated = _groups_of(optimizer)
-    found: dict[tuple[Any, ...], list[tuple[Gradient, tuple[int, int]]]] = {}
+    placed: list[tuple[Gradient, tuple[int, int]]] = []
     at = 0
     for gradient in gradients:
-        span = (at, at + gradient.parameter.numel())
-        at = span[1]
-        choice = gradient.choice
-        rate = (
-            rated.get(id(gradient.parameter))
-            if optimizer_checks.has_momentum(choice.codec)
-            else None
+        placed.append((gradient, (at, at + gradient.parameter.numel())))
+        at = placed[-1][1][1]
+
+    def key(item: tuple[Gradient, tuple[int, int]]) -> grouping.GroupKey:
+        gradient, choice = item[0], item[0].choice
+        has_rate = optimizer_checks.has_momentum(choice.codec)
+        return grouping.GroupKey(
+            codec=choice.codec.name,
+            strategy=choice.strategy,
+            rate=rated.get(id(gradient.parameter)) if has_rate else None,
+            bulk=choice.bulk,
+            order=choice.order,
         )
-        kind = (choice.codec.name, choice.strategy, rate, choice.bulk, choice.order)
-        found.setdefault(kind, []).append((gradient, span))
+
     groups = []
-    for (_, strategy, *_), members in found.items():
+    for (_, strategy, *_), members in grouping.grouped(placed, key).items():
         codec = members[0][0].choice.codec
         inside = tuple(gradient for gradient, _ in members)
         groups.append(
@@ -87,13 +91,7 @@ def grouped(
                 wants_weights=optimizer_checks.decays(codec),
             )
         )
-    return sorted(groups, key=_turn)
-
-
-def _turn(group: Group) -> int:
-    """When it starts: what is compressed first, which takes longest, unless the plan says more."""
-    order = group.gradients[0].choice.order
-    return int(group.codec.name == "none") if order is None else order
+    return groups
 
 
 def flat(parameter: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.handle import joint
 from hipress.casync.engine.recipe import chunk_numel
 from hipress.casync.graphs.partitions import Partitioner, Placement
-from hipress.casync.graphs.shape import partition_numel
 from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.session import checkpoint, replicas, selection
@@ -215,8 +214,15 @@ class Sync:
         """Makes the engine, on all ranks."""
         self._engine = engine_of(self.process_group, device, Options(), self.settings.seed)
         self._engine.on_lost = self._on_lost
-        self._dealer = Partitioner(self._engine.transport.num_ranks)
+        self._dealer = self._partitioner(self._engine)
         return self._engine
+
+    def _partitioner(self, engine: Engine) -> Partitioner:
+        return Partitioner(
+            engine.transport.num_ranks,
+            bucket_numel=self.settings.bucket_numel,
+            on_gpu=engine.device.type == "cuda",
+        )
 
     def watch(self, module: nn.Module) -> None:
         """Ends the engine with the model, and lets `timeline` see its forward."""
@@ -236,7 +242,7 @@ class Sync:
     def lay_out(self) -> None:
         """Decides anew for all gradients, which no codec remembers anything of."""
         assert self._engine is not None
-        self._dealer = Partitioner(self._engine.transport.num_ranks)
+        self._dealer = self._partitioner(self._engine)
         self._buckets.clear()
         for gradient in list(self.gradients.values()):
             self._lay_out(gradient.name, gradient.parameter)
@@ -247,12 +253,7 @@ class Sync:
         choice = decider.choice(name, parameter, self.sparse)
         placements: tuple[Placement, ...] = ()
         if choice.codec.name != "none":
-            most = partition_numel(
-                chunk_numel(choice.codec, parameter.device, self._engine.options),
-                self.settings.bucket_numel,
-                self._engine.transport.num_ranks,
-                on_gpu=parameter.is_cuda,
-            )
+            most = chunk_numel(choice.codec, parameter.device, self._engine.options)
             placements = self._dealer.place(parameter.numel(), most, choice.partitions)
         gradient = Gradient(name=name, parameter=parameter, choice=choice, placements=placements)
         self.gradients[name] = gradient
