@@ -170,8 +170,8 @@ def test_more_ranks_than_pieces_still_end():
 def test_it_plays_the_graph_that_the_engine_runs(name, strategy):
     numels, num_ranks = (3_000_000, 4096, 100, 70_000), 4
     made_by = hipress.codec(name)
-    dealer = Partitioner(num_ranks)
-    placements = tuple(dealer.place(n, 2**19) for n in numels)
+    partitioner = Partitioner(num_ranks, bucket_numel=2**21)
+    placements = tuple(partitioner.place(n, 2**19) for n in numels)
     recipe = Recipe(
         names=tuple("abcd"),
         numels=numels,

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hipress.casync.graphs.grouping import GroupKey, grouped
 from hipress.casync.graphs.partitions import CHUNK_NUMEL, Partitioner, Placement
-from hipress.casync.graphs.shape import Shape, partition_numel
+from hipress.casync.graphs.shape import Shape
 from hipress.errors import UsageError
 from hipress.plan import Decision, Plan
-from hipress.profile import CodecCosts, Curve, GradientProfile, Profile
+from hipress.profile import CodecCosts, Curve, GradientProfile, ModelProfile, Profile
 from hipress.secopa.costs import Script, script
 from hipress.secopa.player import Cluster
 from hipress.secopa.step import Backward, Job, Played
@@ -138,26 +139,27 @@ class Simulator:
         placements = self._places(decisions)
         jobs = []
         for number, bucket in enumerate(self.buckets):
-            for group in groups(bucket, decisions):
-                first = decisions.get(group[0].name, LEFT_ALONE)
-                known = tuple(placements[g.name] for g in group) if first.codec != "none" else None
-                jobs.append(self._job(number, first.strategy, first.codec, group, known))
+            for key, group in grouped(bucket, lambda g: _group_key(g, decisions)).items():
+                known = tuple(placements[g.name] for g in group) if key.codec != "none" else None
+                jobs.append(self._job(number, key.strategy, key.codec, group, known))
         return jobs
 
     def _places(self, decisions: Mapping[str, Decision]) -> dict[str, tuple[Placement, ...]]:
-        """The partitions of every compressed gradient, dealt out as the engine does."""
-        dealer = Partitioner(self.num_ranks)
-        on_gpu = self.profile.machine.device == "cuda"
-        full = int((self.model.bucket_mb or BUCKET_MB) * 2**20) // 4
-        bucket_numel = min(full, self.model.num_elements)
+        """Returns the partitions of every compressed gradient."""
+        partitioner = Partitioner(
+            self.num_ranks,
+            bucket_numel=bucket_numel(self.model),
+            on_gpu=self.profile.machine.device == "cuda",
+        )
         found: dict[str, tuple[Placement, ...]] = {}
         for gradient in self.model.gradients:
             made = decisions.get(gradient.name, LEFT_ALONE)
             if made.codec == "none":
                 continue
             costs = self.profile.codec(made.codec)
-            most = partition_numel(costs.chunk_numel, bucket_numel, self.num_ranks, on_gpu=on_gpu)
-            found[gradient.name] = dealer.place(gradient.numel, most, made.partitions)
+            found[gradient.name] = partitioner.place(
+                gradient.numel, costs.chunk_numel, made.partitions
+            )
         return found
 
     def _job(
@@ -245,20 +247,15 @@ def stand_in(shape: Shape) -> int:
     return 0 if 0 in owners or not owners else min(owners)
 
 
-def groups(
-    bucket: Sequence[GradientProfile], decisions: Mapping[str, Decision]
-) -> list[list[GradientProfile]]:
-    """The gradients of a bucket by what is decided for them, in the order they start in."""
-    found: dict[tuple[object, ...], list[GradientProfile]] = {}
-    for gradient in bucket:
-        made = decisions.get(gradient.name, LEFT_ALONE)
-        found.setdefault((made.codec, made.strategy, made.bulk, made.order), []).append(gradient)
+def _group_key(gradient: GradientProfile, decisions: Mapping[str, Decision]) -> GroupKey:
+    made = decisions.get(gradient.name, LEFT_ALONE)
+    return GroupKey(codec=made.codec, strategy=made.strategy, bulk=made.bulk, order=made.order)
 
-    def turn(key: tuple[object, ...]) -> int:
-        # What is compressed first, unless the plan says otherwise: it takes longest.
-        return key[3] if isinstance(key[3], int) else int(key[0] == "none")
 
-    return [found[key] for key in sorted(found, key=turn)]
+def bucket_numel(model: ModelProfile) -> int:
+    """Returns the elements of a full bucket; a small model fills none."""
+    full = int((model.bucket_mb or BUCKET_MB) * 2**20) // 4
+    return min(full, model.num_elements)
 
 
 def ddp_buckets(

@@ -138,15 +138,20 @@ class Partitioner:
 
     Args:
         num_routes: N.
+        bucket_numel: Elements of a full bucket: every rank should find work in every bucket.
+        on_gpu: Whether the gradients are on a GPU.
 
     Example:
-        >>> dealer = Partitioner(2)
-        >>> [place.route for place in dealer.place(2**21, 2**20)], dealer.place(100, 2**20)
-        ([0, 1], (Placement(start=0, stop=100, route=0),))
+        >>> partitioner = Partitioner(2, bucket_numel=2**22)
+        >>> [part.route for part in partitioner.place(2**21, 2**20)]
+        [0, 1]
+        >>> partitioner.place(100, 2**20)
+        (Placement(start=0, stop=100, route=0),)
     """
 
-    def __init__(self, num_routes: int) -> None:
+    def __init__(self, num_routes: int, *, bucket_numel: int, on_gpu: bool = False) -> None:
         self._loads = [0] * num_routes
+        self._share_numel = max(bucket_numel // num_routes, GPU_SHARE_NUMEL if on_gpu else 1)
 
     def place(
         self, numel: int, chunk_numel: int, partitions: int | None = None
@@ -155,11 +160,13 @@ class Partitioner:
 
         Args:
             numel: Of the gradient.
-            chunk_numel: Elements that a partition should have at most.
-            partitions: So many partitions instead, as far as each starts on a multiple of `GRAIN`.
+            chunk_numel: Elements of a chunk of its codec; no partition should have more.
+            partitions: The number of partitions that a plan asks for; the gradient gets fewer where
+                some would not start on a multiple of `GRAIN`. None: it depends on the sizes.
         """
         if partitions is None:
-            parts = _partitions(0, numel, len(self._loads), max(chunk_numel, LEAST_NUMEL))
+            target = max(min(chunk_numel, self._share_numel), LEAST_NUMEL)
+            parts = _partitions(0, numel, len(self._loads), target)
         else:
             parts = _even(0, numel, max(1, min(partitions, numel // GRAIN)))
         placements = []
@@ -181,8 +188,8 @@ def arrange(
         bulk_numel: Partitions up to this size are put together with others of their route.
 
     Example:
-        >>> dealer = Partitioner(2)
-        >>> arrange([dealer.place(n, 2**20) for n in (9, 8, 7)], chunk_numel=2**20).groups
+        >>> partitioner = Partitioner(2, bucket_numel=2**22)
+        >>> arrange([partitioner.place(n, 2**20) for n in (9, 8, 7)], chunk_numel=2**20).groups
         (0, 1, 1)
     """
     partitions: list[Partition] = []

@@ -96,9 +96,3 @@ def chunk_numel(wire_bytes: Callable[[int], int], *, on_gpu: bool) -> int:
     while wire_bytes(numel) - 4096 > longest and numel > partitions.LEAST_NUMEL:
         numel //= 2
     return numel
-
-
-def partition_numel(chunk_numel: int, bucket_numel: int, num_ranks: int, *, on_gpu: bool) -> int:
-    """Elements of a partition of a bucket's gradient: every rank should find work in every bucket."""
-    least = partitions.GPU_SHARE_NUMEL if on_gpu else 1
-    return min(chunk_numel, max(bucket_numel // num_ranks, least))

@@ -22,18 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hipress.casync.graphs.partitions import Partitioner
-from hipress.casync.graphs.shape import partition_numel
 from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan, plain_strategy
 from hipress.profile import CodecCosts, Curve, Machine, Profile
+from hipress.secopa.simulate import bucket_numel
 
 TOPOLOGIES = ("ps", "ring")
 PRESET = "sosp21"
 RATIO = 1 / 16
 """Of the preset: an algorithm of two bits."""
 ELEMENT_BYTES = 4
-BUCKET_MB = 25.0
-"""Of DDP, where the profile does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +249,7 @@ def in_lines(made: Plan, profile: Profile, num_ranks: int) -> Plan:
     """
     model = profile.model
     assert model is not None
-    full = int((model.bucket_mb or BUCKET_MB) * 2**20) // ELEMENT_BYTES
-    bucket_numel = min(full, model.num_elements)  # as the engine: a small model fills no bucket
+    full = bucket_numel(model)
     on_gpu = profile.machine.device != "cpu"
     numels = {gradient.name: gradient.numel for gradient in model.gradients}
     filled = {}
@@ -261,8 +258,8 @@ def in_lines(made: Plan, profile: Profile, num_ranks: int) -> Plan:
         partitions = decision.partitions
         if decision.is_compressed and partitions is None and numel is not None:
             chunk = profile.codec(decision.codec).chunk_numel
-            most = partition_numel(chunk, bucket_numel, num_ranks, on_gpu=on_gpu)
-            partitions = max(len(Partitioner(num_ranks).place(numel, most)), 1)
+            partitioner = Partitioner(num_ranks, bucket_numel=full, on_gpu=on_gpu)
+            partitions = max(len(partitioner.place(numel, chunk)), 1)
         filled[name] = decision.model_copy(update={"numel": numel, "partitions": partitions})
     return made.model_copy(update={"gradients": filled})
 
