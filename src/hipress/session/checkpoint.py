@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine
-from hipress.casync.engine.recipe import RANDOM_KEYS, codes_local
+from hipress.casync.engine.recipe import codes_local
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.graph import Kind, Verb
-from hipress.codecs.base import Codec
+from hipress.codecs.base import WEIGHT, Codec
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def _add(mean: dict[str, torch.Tensor], key: str, value: torch.Tensor, share: fl
 
 def _memory(codec: Codec) -> list[str]:
     """What a codec remembers of each element; parameters that it only looks at are not saved."""
-    return [key for key in codec.init(torch.zeros(1)) if key not in (*RANDOM_KEYS, "weight")]
+    return [name for name in codec.state_names if name != WEIGHT]
 
 
 def _roles(engine: Engine, gradient: Gradient) -> list[tuple[Kind, int]]:
