@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from hipress.casync.engine.memory import Cell, Elements, Part, scratch
-from hipress.casync.engine.recipe import RANDOM_KEYS, Recipe
+from hipress.casync.engine.recipe import Recipe
 from hipress.casync.engine.state_store import Key, StateStore
 from hipress.casync.engine.transport import Pending
 from hipress.casync.graphs.graph import COMPUTING, Kind, Slot, Task, Verb
-from hipress.codecs.base import Codec, State
+from hipress.codecs.base import RANDOM_KEYS, WEIGHT, Codec, State
 from hipress.codecs.bulk import Bulk
 
 _TAGS = {Kind.GRADIENT: 0, Kind.RAW: 0, Kind.FRAME: 1, Kind.PARTIAL: 2, Kind.BACK: 3}
@@ -248,8 +248,8 @@ class Job:
                     for tensor, start, stop in part.partitions
                 ]
                 self._keeper.adopt(keys, state, bulk)
-            if "weight" in state:
-                views = [state["weight"]] if bulk is None else bulk.views(state["weight"])
+            if WEIGHT in state:
+                views = [state[WEIGHT]] if bulk is None else bulk.views(state[WEIGHT])
                 self._weights += [
                     (view, *part) for view, part in zip(views, part.partitions, strict=True)
                 ]

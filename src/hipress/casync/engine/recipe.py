@@ -15,9 +15,6 @@ from hipress.codecs.base import Codec
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.passes.derive import PLAIN
 
-RANDOM_KEYS = frozenset({"seed", "stream", "step"})
-"""What a codec's state holds for its random numbers; the rest is its memory."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -74,8 +71,8 @@ class Recipe:
     @cached_property
     def remembers(self) -> bool:
         """Whether a rank keeps something from step to step."""
-        codecs = (self.codec, self.codec.aggregator(len(self.hosts)))
-        return any(set(codec.init(torch.zeros(1))) - RANDOM_KEYS for codec in codecs)
+        back = self.codec.aggregator(len(self.hosts))
+        return bool(self.codec.state_names or back.state_names)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -156,8 +153,7 @@ def codes_local(codec: Codec, num_ranks: int) -> bool:
     A hop encodes the own gradient with that of others. That would lose momentum, which is each
     rank's own, and what a way back without a residual does not send.
     """
-    own = set(codec.init(torch.zeros(1))) - RANDOM_KEYS
-    back = set(codec.aggregator(num_ranks).init(torch.zeros(1))) - RANDOM_KEYS
+    own, back = set(codec.state_names), set(codec.aggregator(num_ranks).state_names)
     return not (own <= {"residual"} and own <= back)
 
 

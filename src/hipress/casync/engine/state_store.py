@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from hipress.casync.engine.recipe import RANDOM_KEYS
 from hipress.casync.graphs.graph import Kind
-from hipress.codecs.base import State
+from hipress.codecs.base import RANDOM_KEYS, WEIGHT, State
 from hipress.codecs.bulk import Bulk
 
 
@@ -74,7 +73,7 @@ class StateStore:
         """Multiplies all that is in the gradients' unit."""
         for _, state in self:
             for name, held in state.items():
-                if name != "weight":
+                if name != WEIGHT:
                     held.mul_(factor)
         for offer in self._offers.values():
             for name in offer:
