@@ -1,9 +1,13 @@
 """Options of the whole test run, and what no test may leave behind."""
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+# Some virtual machines report AMX and forbid it: bfloat16 in torch then ends the process (SIGILL).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,8 +1,8 @@
 """`attach(model)` without a codec, with real processes over gloo on 127.0.0.1.
 
 Starting a rank takes seconds, so one job runs all scenarios (see `scripts/auto.py`); tests look at
-what each has told. Plans and step times are made up there; what a judge does with times is in
-`test_judge.py`. The docstring of a test says what would make it fail.
+what each has told. Plans and step times are made up there; what a policy does with times is in
+`test_policy.py`. The docstring of a test says what would make it fail.
 """
 
 import json
@@ -23,11 +23,15 @@ from hipress.probe.codec_costs import GPU_SIZES
 from hipress.probe.extent import SLOT_BYTES, Extent
 from hipress.profile import GradientProfile, Machine, ModelProfile
 from hipress.session import checkpoint, planner
+from hipress.session.adapter import GradientSpec
 from hipress.session.auto import KEPT_PLANS, Auto
-from hipress.session.directives import Order, first_order
-from hipress.session.selection import NONE
-from hipress.torch import sync
-from hipress.torch.step_clock import StepClock
+from hipress.session.buckets import Bucket, Gradient, grouped
+from hipress.session.mode import Mode, StepMode
+from hipress.session.policy import Directive, first_directive
+from hipress.session.selection import NONE, Choice
+from hipress.session.session import Session, Settings
+from hipress.session.timing import StepClock
+from hipress.torch import ddp
 from hipress.train.config import Config
 from tests import scenarios
 from tests.scenarios import Told
@@ -265,8 +269,8 @@ def test_every_change_is_a_line(told):
     """Catches: silence, or a line for every step."""
     lines = run(told, "chosen")["lines"]
     assert lines == [
-        "auto, step 0: 5 steps are left as they are and measured, then plans with bf16, fp16, int8 "
-        "are tried.",
+        "auto, step 0: the first 5 steps run uncompressed so that they can be timed; then plans "
+        "with bf16, fp16, int8 are tried.",
         lines[1],
     ]
     assert lines[1].endswith(": onebit by ps: 50 ms a step against 100 ms plain.")
@@ -297,7 +301,7 @@ def test_one_rank_is_plain_and_says_so(told):
     found = run(told, "alone")
     assert codecs(found) == [None] * 3
     assert found["lines"] == [
-        "auto, step 0: one rank has nobody to send to: nothing is compressed."
+        "auto, step 0: one rank has no other rank to send to: nothing is compressed."
     ]
     assert max(found["gaps"].values()) == 0
 
@@ -348,73 +352,78 @@ def auto_of(offered=(), **engine):
             for k in offered
         ]
     )
-    made = Auto(SimpleNamespace(engine=engine, step=0), advice)
-    made._order, made._judge = first_order(5), SimpleNamespace()
-    return made, posted
+    made = Auto(advice)
+    made._directive, made._policy = first_directive(5), SimpleNamespace()
+    return made, posted, SimpleNamespace(engine=engine, step=0)
 
 
 def test_a_plan_that_is_offered_again_outlives_those_since():
     """Catches: an offer that is dropped before it is tried, and a rank that lacks its plan."""
     offered = []
-    made, posted = auto_of(offered)
+    made, posted, session = auto_of(offered)
     for k in range(1, KEPT_PLANS + 1):
         offered[:] = [k]
-        made._offers(None)
+        made._candidates(None)
     offered[:] = [1, 101, 102]
-    epochs = [offer.epoch for offer in made._offers(None)]
+    epochs = [candidate.epoch for candidate in made._candidates(None)]
     assert epochs == [1, KEPT_PLANS + 1, KEPT_PLANS + 2]
     for epoch in (*epochs, 1):
-        made._post(Order(number=1, steps=3, epoch=epoch))
+        made._post(session.engine, Directive(number=1, steps=3, epoch=epoch))
         assert Plan.model_validate(posted[-1][1]["plan"]) == made._plans[epoch]
     assert len(made._plans) == KEPT_PLANS
-    made._installed = 1
-    made._post(Order(number=1, steps=3, epoch=1))
+    made._post(session.engine, Directive(number=1, steps=3, epoch=1))
     assert "plan" not in posted[-1][1]
 
 
 def test_an_order_is_taken_once_and_an_unfinished_one_is_given_again():
     """Catches: rank 0 alone on an old order after a backward that failed."""
-    made, posted = auto_of()
-    made._post(Order(number=1, steps=3, epoch=None))
-    made._take(made._hear())
-    assert (made._order.number, made._upcoming) == (1, None)
-    made._take(made._hear())
+    made, posted, session = auto_of()
+    made._post(session.engine, Directive(number=1, steps=3, epoch=None))
+    made._take(made._receive(session))
+    assert (made._directive.number, made._upcoming) == (1, None)
+    made._take(made._receive(session))
     assert [number for number, _ in posted] == [1, 2]
-    assert (made._order.number, made._left) == (2, 3)
+    assert (made._directive.number, made._left) == (2, 3)
 
 
 def test_a_link_that_fails_while_all_measure_is_explained():
     """Catches: an error of the transport's, which names an address."""
-    made, _ = auto_of(explain=lambda error: PeerError("rank 1 is gone", ranks=(1,)))
+    made, _, session = auto_of(explain=lambda error: PeerError("rank 1 is gone", ranks=(1,)))
 
     def measure(sync):
         raise LinkError("connection reset")
 
-    made._advisor.measure = measure
+    made._planner.measure = measure
     with pytest.raises(PeerError, match="rank 1 is gone"):
-        made._measured()
+        made._measure(session)
 
 
 def test_what_makes_no_sense_costs_advice_and_not_the_job(monkeypatch, caplog):
     """Catches: one rank that ends after all have measured."""
     machine = Machine(cores=2, num_ranks=2)
-    monkeypatch.setattr(planner.probe, "machine", lambda engine: machine)
-    monkeypatch.setattr(planner.probe, "measure", lambda engine, budget_s: None)
-    monkeypatch.setattr(planner.probe, "barrier", lambda engine: None)
-    monkeypatch.setattr(planner.probe_codecs, "points", lambda *_, **__: [{}])
+    monkeypatch.setattr(planner.links, "machine", lambda engine: machine)
+    monkeypatch.setattr(planner.links, "measure", lambda engine, budget_s: None)
+    monkeypatch.setattr(planner.links, "barrier", lambda engine: None)
+    monkeypatch.setattr(planner.codec_costs, "points", lambda *_, **__: [{}])
     engine = SimpleNamespace(
         timeout_s=4.0,
         transport=SimpleNamespace(rank=0, num_ranks=2),
         options=SimpleNamespace(compress_on_cpu=True),
         gather=lambda payload: [payload],
     )
-    gradient = SimpleNamespace(parameter=torch.zeros(3), choice=SimpleNamespace(reason="too small"))
-    exchange = SimpleNamespace(engine=engine, gradients={"w": gradient}, auto=None)
+    small = SimpleNamespace(reason="too small")
+    gradient = SimpleNamespace(numel=3, spec=None, choice=small)
+    exchange = SimpleNamespace(
+        engine=engine,
+        gradients={"w": gradient},
+        rules=SimpleNamespace(choice=lambda spec: small),
+        adapter=SimpleNamespace(),
+    )
     made = planner.Planner(("int8",))
     assert made.measure(exchange) is None
     assert made.shortlist(None) == []
-    assert made._patience_s == 1.0
-    assert "what was measured makes no sense (KeyError: 'none')" in caplog.text
+    assert made._search_s == 1.0
+    assert "the measurements make no profile (KeyError: 'none')" in caplog.text
 
 
 def model(ready, work=1.0):
@@ -428,37 +437,43 @@ def test_what_ranks_tell_of_a_model_is_small():
     """Catches: a store that refuses what a thousand ranks tell: it takes 8 MiB."""
     names = [f"layers.{k}.attention.weight" for k in range(400)]
     own = model({name: 0.0123456789 / (k + 1) for k, name in enumerate(names)}, work=1 / 3)
-    assert 1024 * len(planner.told_of(own, names)) < 8 * 2**20
-    assert planner.told_of(None, names) == b"null"
+    assert 1024 * len(planner.encode_times(own, names)) < 8 * 2**20
+    assert planner.encode_times(None, names) == b"null"
 
 
 def test_a_model_is_the_median_of_what_ranks_tell():
     """Catches: times of the wrong gradient, and one that some rank did not have."""
     ranks = [model({"b": 1, "a": 2}, 1), model({"a": 5, "b": 3}, 3), model({"a": 4}, 2)]
-    told = [json.loads(planner.told_of(one, ["a", "b"])) for one in ranks]
-    found = planner.model_of(ranks[0], ["a", "b"], told)
+    told = [json.loads(planner.encode_times(one, ["a", "b"])) for one in ranks]
+    found = planner.combined(ranks[0], ["a", "b"], told)
     assert (found.forward_s, found.backward_s) == (2, 4)
     assert [(g.name, g.ready_s) for g in found.gradients] == [("b", 2), ("a", 4)]
 
 
 def test_the_size_of_buckets_is_told_unless_it_is_the_default():
     """Catches: a step that is simulated with other buckets than it has."""
-    default = {"bucket_bytes_cap": 25 * 2**20, "bucket_bytes_cap_default": True}
-    assert planner._bucket_mb(SimpleNamespace(**default)) is None
-    given = {"bucket_bytes_cap": 2**21, "bucket_bytes_cap_default": False}
-    assert planner._bucket_mb(SimpleNamespace(**given)) == 2.0
+    for cap_bytes, is_default, told in ((25 * 2**20, True, None), (2**21, False, 2.0)):
+        model = torch.nn.Linear(1, 1)
+        model.find_unused_parameters = model.static_graph = False
+        model.bucket_bytes_cap, model.bucket_bytes_cap_default = cap_bytes, is_default
+        adapter = ddp.DDPAdapter()
+        adapter.use_model(model)
+        assert adapter.bucket_mb == told
 
 
 def test_parameters_on_several_devices_are_not_planned_for(caplog):
     """Catches: events of one GPU against those of another."""
     gradients = {
-        device: SimpleNamespace(parameter=torch.zeros(2, device=device))
+        device: SimpleNamespace(
+            spec=GradientSpec(name=device, numel=2, dims=1, device=torch.device(device))
+        )
         for device in ("cpu", "meta")
     }
     engine = SimpleNamespace(transport=SimpleNamespace(rank=0))
     made = planner.Planner(("int8",))
-    made.begin(SimpleNamespace(module=torch.nn.ReLU(), gradients=gradients, engine=engine))
-    assert made._readiness is None
+    adapter = SimpleNamespace(can_observe=True)
+    made.begin(SimpleNamespace(adapter=adapter, gradients=gradients, engine=engine))
+    assert made._timer is None
     assert "no plan can be made: parameters are on cpu and meta" in caplog.text
 
 
@@ -477,21 +492,19 @@ def test_on_a_gpu_no_more_is_measured_than_a_model_needs_and_memory_has():
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_bucket_without_codec_is_left_to_torch_where_order_does_not_matter(monkeypatch, ordered):
+def test_a_bucket_without_codec_is_left_to_torch_where_order_does_not_matter(ordered):
     """Catches: two NCCL communicators whose calls ranks make in different orders."""
-    monkeypatch.setattr(sync, "joint", lambda handles, *_: handles)
-    made = sync.Sync(None, sync.Settings(), None)
-    made.auto = SimpleNamespace(flushes=False, is_plain=False)
-    made._engine = SimpleNamespace(
-        transport=SimpleNamespace(ordered=ordered), allreduce=lambda *_, **__: "engine"
-    )
-    made._leave_to_torch = lambda buffer: "torch"
-    gradient = SimpleNamespace(name="w", is_compressed=False)
-    group = SimpleNamespace(
-        gradients=(gradient,), spans=((0, 4),), names=("w",), codec=NONE, strategy="allreduce",
-        placements=None, wants_rate=False, wants_weights=False,
-    )  # fmt: skip
-    assert made._exchange([group], torch.zeros(4)) == (["engine"] if ordered else "torch")
+    made = Session(None, Settings())
+    made.auto = SimpleNamespace()
+    made.mode = StepMode(Mode.COMPRESSED)
+    made._engine = SimpleNamespace(transport=SimpleNamespace(ordered=ordered))
+    choice = Choice(codec=NONE, strategy="allreduce")
+    spec = GradientSpec(name="w", numel=4, dims=1)
+    gradient = Gradient(spec=spec, choice=choice, placements=())
+    bucket = Bucket(names=("w",), groups=grouped([gradient]))
+    assert made._uses_engine(bucket) == ordered
+    made.auto = None  # what a user asks for goes the way it was asked to
+    assert made._uses_engine(bucket)
 
 
 class Event:
@@ -523,13 +536,13 @@ def test_on_a_gpu_nobody_waits_for_times_unless_asked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     clock = StepClock(torch.device("cuda"))
     for _ in range(3):
-        clock.begin()
+        clock.forward_begin()
         clock.end()
     assert clock.read(wait=False) == []
     Event.done = 2
     assert clock.read(wait=False) == [1.0]
     assert clock.read(wait=True) == [1.0, 1.0]
-    clock.begin()
+    clock.forward_begin()
     clock.end()
     clock.restart()
     assert clock.read(wait=True) == []
@@ -541,7 +554,7 @@ def test_what_a_program_does_between_steps_is_no_part_of_them(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
     model = torch.nn.Linear(2, 2)
     clock = StepClock(torch.device("cpu"))
-    clock.stand_at(model)
+    ddp.observe(model, clock, {})
     model(torch.ones(1, 2))  # at 0
     clock.end()  # at 1
     for _ in range(5):
@@ -607,14 +620,14 @@ def test_residuals_of_a_codec_are_taken_over(told):
 def test_what_is_owed_must_fit_the_model(caplog):
     """Catches: a checkpoint of another model that is found out in the middle of a step, or never;
     what is owed to a frozen parameter, which nobody ever pays."""
-    gradients = {"w": SimpleNamespace(parameter=torch.zeros(4))}
-    exchange = SimpleNamespace(gradients=gradients, others=frozenset({"frozen"}))
+    gradients = {"w": SimpleNamespace(numel=4)}
+    exchange = SimpleNamespace(gradients=gradients, untrained=frozenset({"frozen"}))
 
     def owed(**values):
         return checkpoint._owed(exchange, {"gradients": {}, "owed": values})
 
     assert list(owed(w=torch.ones(4), frozen=torch.ones(9))) == ["w"]
-    assert "what was not sent of 'frozen' is left out" in caplog.text
+    assert "the unsent state of 'frozen' is ignored" in caplog.text
     assert owed(w=torch.zeros(4)) == {}
     with pytest.raises(UsageError, match="'w' has 5 elements and this model's has 4"):
         owed(w=torch.ones(5))

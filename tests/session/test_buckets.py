@@ -7,13 +7,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hipress
-from hipress.session.buckets import Gradient, flat, grouped
+from hipress.session.adapter import GradientSpec
+from hipress.session.buckets import Gradient, grouped
 from hipress.session.selection import NONE, Choice
+from hipress.torch.ddp import flat
 
 
-def gradient(name, codec, numel=8):
+def gradient(name, codec, numel=8, rate_group=None):
     choice = Choice(codec=hipress.codec(codec) if codec else NONE, strategy="ps")
-    return Gradient(name=name, parameter=torch.zeros(numel), choice=choice, placements=())
+    spec = GradientSpec(name=name, numel=numel, dims=1, rate_group=rate_group)
+    return Gradient(spec=spec, choice=choice, placements=())
 
 
 def test_what_is_compressed_goes_first_and_spans_follow_the_bucket():
@@ -29,11 +32,9 @@ def test_what_is_compressed_goes_first_and_spans_follow_the_bucket():
 @pytest.mark.parametrize(("codec", "count"), [("momentum(ef(onebit))", 2), ("onebit", 1)])
 def test_a_learning_rate_of_its_own_is_a_group_of_its_own(codec, count):
     """Catches: one parameter's change of rate applied to the residual of another."""
-    a, b = gradient("a", codec), gradient("b", codec)
-    rates = [{"params": [a.parameter], "lr": 0.1}, {"params": [b.parameter], "lr": 0.2}]
-    optimizer = torch.optim.SGD(rates, lr=0.1)
-    assert len(grouped([a, b], optimizer)) == count
-    assert len(grouped([a, b])) == 1
+    rated = [gradient("a", codec, rate_group=0), gradient("b", codec, rate_group=1)]
+    assert len(grouped(rated)) == count
+    assert len(grouped([gradient("a", codec), gradient("b", codec)])) == 1
 
 
 def test_flat_is_the_order_of_memory():
@@ -82,6 +83,6 @@ def test_a_plan_says_which_start_first_and_travel_together():
         ("a", "onebit", 0, 1), ("b", "none", 0, 0), ("c", "onebit", 1, 1), ("d", "onebit", 0, 1),
     ):  # fmt: skip
         choice = Choice(codec=hipress.codec(text), strategy="ps", bulk=bulk, order=order)
-        parameter = torch.zeros(4, 4)
-        found.append(Gradient(name=name, parameter=parameter, choice=choice, placements=()))
+        spec = GradientSpec(name=name, numel=16, dims=2)
+        found.append(Gradient(spec=spec, choice=choice, placements=()))
     assert [group.names for group in grouped(found)] == [("b",), ("a", "d"), ("c",)]

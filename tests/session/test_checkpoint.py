@@ -183,7 +183,7 @@ BAD = {
     "empty": "was given something else than what sync.state_dict() returned",
     "model": "was given something else than what sync.state_dict() returned",
     "newer": "the checkpoint has version 99 and this hipress reads up to 1; update hipress.",
-    "other": "the checkpoint holds what was not sent of 'second.weight', which this model does",
+    "other": "the checkpoint holds unsent state of 'second.weight', which this model does",
     "wider": "the checkpoint's '5.weight' has 8000 elements and this model's has 6400; load the",
     "version": "'version' is '1'; load the entry of your checkpoint that holds it.",
     "cut": "load",

@@ -6,9 +6,10 @@ from torch import nn
 
 import hipress
 from hipress.errors import UsageError
-from hipress.plan import Decision, Plan
+from hipress.plan import MIN_SIZE, Decision, Plan
 from hipress.session import selection
-from hipress.session.selection import Rules, check_names, clean, rules, skipped, sparse_names
+from hipress.session.selection import Rules, check_names, rules, skipped
+from hipress.torch.ddp import clean, sparse_names, spec_of
 
 LARGE = torch.zeros(64, 64)
 NO_SPARSE = frozenset()
@@ -17,13 +18,13 @@ NO_SPARSE = frozenset()
 def asked(**options):
     given = {
         "codec": None, "strategy": None, "plan": None, "exclude": (), "include": (),
-        "min_size": selection.MIN_SIZE, "default_codec": "onebit", **options,
+        "min_size": MIN_SIZE, "default_codec": "onebit", **options,
     }  # fmt: skip
     return rules(**given)
 
 
 def choice(name, parameter=LARGE, sparse=NO_SPARSE, **options):
-    return asked(**options).choice(name, parameter, sparse)
+    return asked(**options).choice(spec_of(name, parameter, is_sparse=name in sparse))
 
 
 # --- rules ----------------------------------------------------------------------------------------

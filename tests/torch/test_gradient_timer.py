@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from hipress.errors import UsageError
 from hipress.profile import GradientProfile, ModelProfile
-from hipress.torch.gradient_timer import GradientTimer, measure_errors, merged
+from hipress.session.timing import GradientTimer, measure_errors, merged
+from hipress.torch.ddp import time_gradients
 
 BURN_S = 0.03
 
@@ -57,7 +58,7 @@ def train(model: nn.Module, seen: GradientTimer, steps: int = 3) -> None:
 def test_gradients_come_in_the_order_of_backward_with_the_work_before_them():
     """Catches: clocks of the wall, the order of parameters, a gradient that never came."""
     model = Net()
-    with GradientTimer(model) as seen:
+    with time_gradients(model) as seen:
         train(model, seen)
     found = seen.profile(name="net", batch=2)
     names = [gradient.name for gradient in found.gradients]
@@ -74,7 +75,7 @@ def test_gradients_come_in_the_order_of_backward_with_the_work_before_them():
 def test_gradients_of_many_layers_are_listed_last_layer_first():
     """Catches: the order of a set."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(8)))
-    with GradientTimer(model) as seen:
+    with time_gradients(model) as seen:
         train(model, seen)
     found = [gradient.name for gradient in seen.profile().gradients]
     assert found == [f"{layer}.weight" for layer in reversed(range(8))]
@@ -82,7 +83,7 @@ def test_gradients_of_many_layers_are_listed_last_layer_first():
 
 def test_time_that_passes_without_work_does_not_count():
     model = nn.Linear(4, 4)
-    with GradientTimer(model) as seen:
+    with time_gradients(model) as seen:
         for _ in range(3):
             out = model(torch.ones(2, 4)).sum()
             time.sleep(0.05)
@@ -93,7 +94,7 @@ def test_time_that_passes_without_work_does_not_count():
 
 def test_work_behind_backward_is_the_rest_up_to_the_next_forward():
     model = nn.Linear(4, 4)
-    with GradientTimer(model) as seen:
+    with time_gradients(model) as seen:
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
             burn()
@@ -111,7 +112,7 @@ def test_the_clock_of_the_thread_leaves_out_what_others_do():
         while not over.is_set():
             torch.ones(100_000).sum()  # without Python's lock, as an exchange is
 
-    with GradientTimer(model) as seen:
+    with time_gradients(model) as seen:
         thread = threading.Thread(target=other)
         for _ in range(3):
             out = model(torch.ones(2, 4)).sum()
@@ -129,7 +130,7 @@ def test_the_clock_of_the_thread_leaves_out_what_others_do():
 
 def test_several_forwards_before_one_backward_are_one_step():
     model = nn.Linear(4, 4)
-    with GradientTimer(model) as seen:
+    with time_gradients(model) as seen:
         for _ in range(2):
             first = model(torch.ones(2, 4))
             burn()
@@ -140,7 +141,7 @@ def test_several_forwards_before_one_backward_are_one_step():
 
 def test_evaluation_is_no_step():
     model = nn.Linear(4, 4)
-    with GradientTimer(model) as seen, torch.no_grad():
+    with time_gradients(model) as seen, torch.no_grad():
         for _ in range(3):
             model(torch.ones(2, 4))
             seen.end_step()
@@ -150,7 +151,7 @@ def test_evaluation_is_no_step():
 
 def test_nothing_is_noted_after_close():
     model = nn.Linear(4, 4)
-    seen = GradientTimer(model)
+    seen = time_gradients(model)
     train(model, seen, 2)
     seen.close()
     train(model, seen, 2)
@@ -163,7 +164,7 @@ def test_names_of_a_ddp_are_those_of_its_model():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DDP(nn.Linear(4, 4))
-        with GradientTimer(model) as seen:
+        with time_gradients(model) as seen:
             train(model, seen)
         assert {one.name for one in seen.profile().gradients} == {"weight", "bias"}
     finally:
@@ -172,14 +173,14 @@ def test_names_of_a_ddp_are_those_of_its_model():
 
 def test_refuses_a_clock_that_is_none_and_a_model_without_gradients():
     model = nn.Linear(4, 4)
-    with GradientTimer(model) as seen:
+    with time_gradients(model) as seen:
         train(model, seen)
-    with pytest.raises(UsageError, match="clock 'wall' is none of process, thread"):
+    with pytest.raises(UsageError, match="clock is 'wall'; choose one of process, thread"):
         seen.profile(clock="wall")
     with pytest.raises(UsageError, match="no parameter that is trained"):
-        GradientTimer(nn.ReLU())
+        time_gradients(nn.ReLU())
     with pytest.raises(UsageError, match="parameters are on cpu and meta"):
-        GradientTimer(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+        time_gradients(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
 
 
 def test_errors_are_of_one_message_and_leave_gradients_as_they_are():
@@ -190,7 +191,7 @@ def test_errors_are_of_one_message_and_leave_gradients_as_they_are():
     assert 0.1 < found["w"]["ef(onebit)"] < 0.5
     assert x.tolist() == [1.0, -3.0, 2.0, -2.0]
     model = nn.Linear(4, 4)
-    with GradientTimer(model) as seen:
+    with time_gradients(model) as seen:
         train(model, seen)
     known = seen.profile(errors={"bias": {"onebit": 0.25}}).gradients
     assert {one.name: one.errors for one in known} == {"bias": {"onebit": 0.25}, "weight": {}}

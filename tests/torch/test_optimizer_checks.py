@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import hipress
-from hipress.torch.optimizer_checks import decays, has_momentum, warnings
+from hipress.session.buckets import applies_decay, has_momentum
+from hipress.torch.optimizer_checks import warnings
 
 
 def parameter():
@@ -32,7 +33,7 @@ def said(optimizer, parameters, codec):
 def test_what_codecs_do_themselves(codec, momentum, decay):
     """Catches: a codec whose momentum goes by a name that is not looked for."""
     made = hipress.codec(codec)
-    assert (has_momentum(made), decays(made)) == (momentum, decay)
+    assert (has_momentum(made), applies_decay(made)) == (momentum, decay)
 
 
 def test_momentum_that_counts_twice():

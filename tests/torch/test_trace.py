@@ -18,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hipress.casync.ranks import clock
 from hipress.errors import UsageError
+from hipress.session import trace as tracing
+from hipress.session.adapter import Adapter
+from hipress.session.trace import Tracer, check_path
 from hipress.timeline import check_trace, summary
-from hipress.torch import trace as tracing
-from hipress.torch.trace import Tracer, check_path
+from hipress.torch.ddp import observe
 from tests.casync.harness import run
 
 
@@ -52,9 +54,20 @@ def alone(module, work, **options):
 
     def go(engine, rank):
         made = {"gather": meeting.gather(0), "clock_offset": meeting.offset(0)} | options
-        return work(Tracer(module, engine, host="here", **made), engine)
+        return work(Tracer(Model(module), engine, host="here", **made), engine)
 
     return run(1, go)[0]
+
+
+class Model(Adapter):
+    """Observes a model without DDP."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._module = weakref.ref(module)
+
+    def observe(self, observer):
+        return observe(self._module(), observer, {})
 
 
 def model():
@@ -67,7 +80,7 @@ def step(module, tracer, engine, *, buckets=2):
     module(torch.ones(3, 8)).sum().backward()
     handles = []
     for index, layer in enumerate([module[2], module[0]][:buckets]):
-        tracer.on_bucket(index, [f"{index}.weight", f"{index}.bias"], index == buckets - 1)
+        tracer.on_bucket(index, [f"{index}.weight", f"{index}.bias"])
         gradients = [parameter.grad for parameter in layer.parameters()]
         handles.append(engine.allreduce(gradients, codec="onebit", name=f"bucket{index}"))
     for handle in handles:
@@ -113,7 +126,7 @@ def test_steps_of_all_ranks_are_in_one_file(tmp_path, caplog):
 
     def work(engine, rank):
         module = model()
-        tracer = Tracer(module, engine, meeting.gather(rank), offset(rank), f"host{rank}")
+        tracer = Tracer(Model(module), engine, meeting.gather(rank), offset(rank), f"host{rank}")
         step(module, tracer, engine)
         assert not tracer.active
         # Only rank 0 looks at the path: the others have no such folder.
@@ -229,7 +242,7 @@ def test_backward_begins_with_the_outputs_gradient(wrap, tmp_path):
         module.made.register_hook(lambda gradient: begun.append(time.perf_counter_ns()))
         module.made.sum().backward()
         time.sleep(0.01)
-        tracer.on_bucket(0, ["w"], True)
+        tracer.on_bucket(0, ["w"])
         tracer.on_step_end()
 
     alone(module, work)
@@ -251,9 +264,9 @@ def test_without_a_tensor_in_the_output_backward_begins_with_the_first_bucket(tm
         tracer.begin(tmp_path / "t.json", 1)
         module(torch.ones(1, 2))
         module.made.sum().backward()
-        tracer.on_bucket(0, ["a"], False)
+        tracer.on_bucket(0, ["a"])
         time.sleep(0.005)
-        tracer.on_bucket(1, ["b"], True)
+        tracer.on_bucket(1, ["b"])
         tracer.on_step_end()
 
     alone(module, work)
@@ -262,13 +275,12 @@ def test_without_a_tensor_in_the_output_backward_begins_with_the_first_bucket(tm
     assert backward["ts"] == ready["ts"] and backward["dur"] >= 5_000
 
 
-def test_without_a_last_bucket_backward_lasts_until_the_end(tmp_path):
+def test_without_a_bucket_backward_lasts_until_the_end(tmp_path):
     module = model()
 
     def work(tracer, engine):
         tracer.begin(tmp_path / "t.json", 1)
         module(torch.ones(1, 8)).sum().backward()
-        tracer.on_bucket(0, ["a"], False)
         time.sleep(0.005)
         tracer.on_step_end()
 
@@ -334,7 +346,7 @@ def test_under_ddp(tmp_path):
 
         def work(tracer, engine):
             def hook(state, bucket):
-                tracer.on_bucket(bucket.index(), ["x"], bucket.is_last())
+                tracer.on_bucket(bucket.index(), ["x"])
                 gradient = bucket.buffer()
                 handle = engine.allreduce([gradient], name=f"b{bucket.index()}{len(gradient)}")
                 return handle.future(gradient)
@@ -400,7 +412,7 @@ def test_the_model_is_not_kept_alive(tmp_path):
         assert gone() is None and not tracer.active
 
     meeting = Meeting(1)
-    run(1, lambda e, r: work(Tracer(module, e, meeting.gather(0), meeting.offset(0)), e))
+    run(1, lambda e, r: work(Tracer(Model(module), e, meeting.gather(0), meeting.offset(0)), e))
 
 
 def test_cancel_forgets(tmp_path):

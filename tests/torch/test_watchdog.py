@@ -33,7 +33,7 @@ def ends(monkeypatch):
 
 def watched(dog, seconds):
     over = threading.Event()
-    dog.watch(RuntimeError("rank 2 is gone"), over.is_set)
+    dog.start(RuntimeError("rank 2 is gone"), over.is_set)
     time.sleep(seconds)
     over.set()
 
@@ -41,7 +41,7 @@ def watched(dog, seconds):
 def test_a_process_that_stays_inside_is_ended(ends):
     """Catches: a hang for half an hour in what DDP sends itself."""
     dog = Watchdog(PATIENCE_S)
-    dog.go_in()
+    dog.enter()
     watched(dog, 4 * PATIENCE_S)
     assert ends == [1]
 
@@ -49,7 +49,7 @@ def test_a_process_that_stays_inside_is_ended(ends):
 def test_time_before_the_loss_does_not_count(ends):
     """Catches: an end before backward could raise, after a long wait in the same step."""
     dog = Watchdog(PATIENCE_S)
-    dog.go_in()
+    dog.enter()
     time.sleep(2 * PATIENCE_S)
     watched(dog, PATIENCE_S / 3)
     assert ends == []
@@ -60,10 +60,11 @@ def test_others_are_left_alone(ends, how):
     """Catches: a healthy process that is ended, e.g. one that evaluates after training."""
     dog = Watchdog(PATIENCE_S)
     if how != "never in":
-        dog.go_in()
+        dog.enter()
     if how == "outside":
-        dog.come_out()
-    dog.is_heard = how == "heard"
+        dog.leave()
+    if how == "heard":
+        dog.error_was_raised()
     watched(dog, 4 * PATIENCE_S)
     assert ends == []
 
@@ -82,7 +83,7 @@ def test_a_forward_that_raises_comes_out():
             raise ValueError(x)
 
     dog, module = Watchdog(PATIENCE_S), Bad()
-    dog.stand_at(module)
+    dog.watch_forward(module)
     with pytest.raises(ValueError):
         module(1)
     assert dog._since is None

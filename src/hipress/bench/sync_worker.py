@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hipress.bench._ranks import Interface, largest, ranks_agree, run_rank, tell
 from hipress.bench.sync_rows import Config
 from hipress.casync.engine.engine import Options
-from hipress.session.world import engine_of
+from hipress.session.groups import engine_of
 from hipress.timeline import overlap_s
 
 

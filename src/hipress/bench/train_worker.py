@@ -33,8 +33,8 @@ import hipress
 from hipress.bench._ranks import Interface, largest, ranks_agree, tell
 from hipress.bench.train_rows import AUTO, BASELINE, COMPUTE, Config
 from hipress.errors import UsageError
+from hipress.session.buckets import has_momentum
 from hipress.torch import Sync
-from hipress.torch.optimizer_checks import has_momentum
 
 WARM_UP_STEPS = 3
 """DDP lays its buckets out anew after the first; the third is PowerSGD's first."""

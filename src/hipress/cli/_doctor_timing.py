@@ -35,7 +35,7 @@ def time_model(name: str, batch: int | None, device: torch.device) -> tuple[Mode
     import torch
 
     from hipress.cli._cluster import check_memory
-    from hipress.torch.gradient_timer import GradientTimer
+    from hipress.torch.ddp import time_gradients
     from hipress.train.models import model as line_of
     from hipress.train.tasks import TASKS
 
@@ -46,7 +46,7 @@ def time_model(name: str, batch: int | None, device: torch.device) -> tuple[Mode
     loss = TASKS[line.task or ""].loss
     net = line.make().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    seen = GradientTimer(net)
+    seen = time_gradients(net)
 
     def step(num_examples: int) -> float:
         data = _data(line, num_examples, device)

@@ -21,8 +21,9 @@ from hipress.bench._ranks import run_rank, tell
 from hipress.casync.engine.engine import Engine
 from hipress.probe import codec_costs, links
 from hipress.profile import ModelProfile, Profile
-from hipress.session.world import engine_of
-from hipress.torch.gradient_timer import GradientTimer, measure_errors, merged, named_gradients
+from hipress.session.groups import engine_of
+from hipress.session.timing import measure_errors, merged
+from hipress.torch.ddp import named_gradients, time_gradients
 from hipress.train.models import model
 from hipress.train.tasks import TASKS
 from hipress.version import __version__
@@ -138,7 +139,7 @@ def _model(config: Config, engine: Engine, meet: Callable[[], None]) -> ModelPro
     buckets: dict[int, tuple[str, ...]] = {}
     net.register_comm_hook((names, buckets), _note_bucket)
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    seen = GradientTimer(net)
+    seen = time_gradients(net)
 
     def step() -> float:
         meet()

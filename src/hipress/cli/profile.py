@@ -224,7 +224,7 @@ def _in_job(config: Config) -> Profile | None:
     from hipress.bench.table import progress_bar
     from hipress.cli._profile_rank import measure
     from hipress.launch import join
-    from hipress.session.world import engine_of
+    from hipress.session.groups import engine_of
     from hipress.train.devices import choose
 
     world = join()

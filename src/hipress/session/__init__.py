@@ -1,11 +1,11 @@
 """The core that every framework shares: which gradients are compressed, and their exchange.
 
-    start(arrays, codec=...)    a session for a hand-written loop; `average` is one step of it
-    Session, Settings           the exchange of one model's gradients
-    Adapter, StepObserver       what a session asks of a framework, and tells about a step
-    GradientSpec                one gradient as the framework describes it
-    Mode                        what happens to the gradients of a step
-    init, allreduce             process groups, and single tensors
+start(arrays, codec=...)    a session for a hand-written loop; `average` is one step of it
+Session, Settings           the exchange of one model's gradients
+Adapter, StepObserver       what a session asks of a framework, and tells about a step
+GradientSpec                one gradient as the framework describes it
+Mode                        what happens to the gradients of a step
+init, allreduce             process groups, and single tensors
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hipress.codecs.base import Codec
-from hipress.plan import Plan
+from hipress.plan import MIN_SIZE, Plan
 from hipress.session.adapter import Adapter, GradientSpec, StepObserver
 from hipress.session.groups import allreduce, as_tensor, init
 from hipress.session.mode import Mode
-from hipress.session.selection import MIN_SIZE
 from hipress.session.session import Session, Settings
 from hipress.session.setup import begin, decide
 from hipress.session.stats import Stats

@@ -36,8 +36,8 @@ class GradientSpec:
 class StepObserver:
     """Receives the moments of a training step; every method may be overridden."""
 
-    def forward_begin(self) -> None:
-        """The forward pass begins."""
+    def forward_begin(self, trains: bool = True) -> None:
+        """The forward pass begins; `trains` is false for an evaluation, which is no step."""
 
     def forward_end(self) -> None:
         """The forward pass has ended."""

@@ -197,7 +197,7 @@ def _check(state: dict[str, Any]) -> None:
     for key, kind in kinds.items():
         if not newer and (key not in given or not isinstance(given[key], kind)):
             raise UsageError(
-                "load_state_dict was given something else than what session.state_dict() returned: "
+                "load_state_dict was given something else than what sync.state_dict() returned: "
                 f"{key!r} is {given.get(key)!r}; load the entry of your checkpoint that holds it."
             )
     if state["version"] > VERSION:
@@ -232,7 +232,7 @@ def _is_trained(session: Session, name: str, found: Any) -> bool:
             f"the checkpoint holds unsent state of {name!r}, which this model does not have; "
             "load the checkpoint of this model."
         )
-    numel = session.gradients[name].parameter.numel()
+    numel = session.gradients[name].numel
     if numel != found:
         raise UsageError(
             f"the checkpoint's {name!r} has {found} elements and this model's has {numel}; load "

@@ -52,8 +52,8 @@ def allreduce(
     Call it on all ranks in the same order, as any collective of torch.distributed.
 
     Args:
-        tensor: A torch tensor on CPU or CUDA or a NumPy array, of float32, bfloat16 or float16; or a
-            list of them, of one dtype, which travel together. With codec `none` and strategy
+        tensor: A torch tensor on CPU or CUDA, or a NumPy array, of float32, bfloat16 or float16; or
+            a list of them, of one dtype, which travel together. With codec `none` and strategy
             `allreduce` any dtype.
         codec: An expression such as `onebit` or `topk(ratio=0.01)`, or a codec.
         strategy: `ps`, `ring`, `hierarchical` or `allreduce`.
@@ -129,7 +129,7 @@ def init(backend: str | None = None) -> None:
         backend = "cpu:gloo,cuda:nccl" if has_gpu and dist.is_nccl_available() else "gloo"
     timeout = timedelta(seconds=settings.timeout_s())
     if found.launcher == "none":
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=_own_store(), rank=0, world_size=1)
         return
     if found.launcher == "torchrun":
         # torchrun may serve the store itself, which only torch's own reading knows.
@@ -143,6 +143,13 @@ def init(backend: str | None = None) -> None:
         world_size=found.num_ranks,
         timeout=timeout,
     )
+
+
+def _own_store() -> Any:
+    """Returns a store for a process that is the only rank."""
+    from torch._C._distributed_c10d import HashStore
+
+    return HashStore()
 
 
 def as_tensor(array: Any, name: str) -> torch.Tensor:
@@ -164,7 +171,9 @@ def as_tensor(array: Any, name: str) -> torch.Tensor:
     if kind == "ndarray" and flags is not None and not flags.writeable:
         raise UsageError(f"{name} is a read-only NumPy array; give a copy, which can be written.")
     try:
-        return torch.from_numpy(array) if kind == "ndarray" else torch.from_dlpack(array)
+        return (
+            torch.from_numpy(array) if kind == "ndarray" else torch.utils.dlpack.from_dlpack(array)
+        )
     except (TypeError, ValueError, AttributeError, RuntimeError, BufferError) as error:
         raise UsageError(
             f"{name} is a {kind} that torch cannot share memory with ({error}); give a torch "

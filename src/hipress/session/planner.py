@@ -177,7 +177,7 @@ class Planner:
 
 
 def encode_times(own: ModelProfile | None, names: Sequence[str]) -> bytes:
-    """Returns the times of this rank's model as JSON: 4 kB for 400 gradients, where a profile has 40.
+    """Returns the times of this rank's model as JSON: 4 kB for 400 gradients (a profile: 40 kB).
 
     Args:
         own: The model as this rank saw it; None if there are no times.
@@ -186,12 +186,15 @@ def encode_times(own: ModelProfile | None, names: Sequence[str]) -> bytes:
     if own is None:
         return b"null"
     ready = {gradient.name: _short(gradient.ready_s) for gradient in own.gradients}
-    told = [[_short(getattr(own, name)) for name in MODEL_FIELDS], [ready.get(name) for name in names]]
+    told = [
+        [_short(getattr(own, name)) for name in MODEL_FIELDS],
+        [ready.get(name) for name in names],
+    ]
     return json.dumps(told, separators=(",", ":")).encode()
 
 
 def combined(own: ModelProfile, names: Sequence[str], of_all: Sequence[Any]) -> ModelProfile:
-    """Returns medians over the times of all ranks; sizes and the set of gradients are this rank's."""
+    """Returns medians over the times of all ranks; sizes and gradients are this rank's."""
     work = [statistics.median(values) for values in zip(*(one[0] for one in of_all), strict=True)]
     seen: Mapping[str, list[float]] = {
         name: [ready for ready in values if ready is not None]

@@ -70,7 +70,7 @@ class Directive:
     epoch: int | None
     """Epoch of the plan to use; None means plain all-reduce."""
     keeps_state: bool = False
-    """Whether codec state is kept for a later directive; otherwise the first plain step sends it."""
+    """Whether codec state is kept for later; otherwise the first plain step sends it."""
     measures: bool = False
     """Whether all ranks measure now. Such a directive has no steps; another one follows."""
     waits: bool = True
@@ -174,12 +174,16 @@ class Policy:
             began, before = self._clock(), self._epoch
             self._say(f"{why}: it measures and plans again.")
             self._reason = why
-            candidates = (yield self._directive(None, 0, measures=True, keeps_state=True, phase="measure")).candidates
+            candidates = (
+                yield self._directive(None, 0, measures=True, keeps_state=True, phase="measure")
+            ).candidates
             times = yield from self._trial(candidates, {before: recent}, is_old=False)
             self._choose(times, f"{why}, and ")
-            # Planning that changes nothing must stay a small share of all time, so each such attempt
-            # doubles the pause. A change halves the count: two equal plans may alternate.
-            self._num_unchanged = self._num_unchanged + 1 if self._epoch == before else self._num_unchanged // 2
+            # Planning that changes nothing must stay a small share of all time, so each such
+            # attempt doubles the pause. A change halves the count: two equal plans may alternate.
+            self._num_unchanged = (
+                self._num_unchanged + 1 if self._epoch == before else self._num_unchanged // 2
+            )
             rest = (self._clock() - began) * 2.0**self._num_unchanged
             self._replan_after = self._clock() + (
                 rest / limits.replan_share / 2 if self._num_unchanged else 2 * rest
@@ -289,8 +293,10 @@ class Policy:
                 if ended is not None:
                     return ended
 
-    def _control(self, own: list[float]) -> Generator[Directive, Outcome, tuple[str, list[float]] | None]:
-        """Runs uncompressed steps beside the plan; returns the result of `_watch` if it must end."""
+    def _control(
+        self, own: list[float]
+    ) -> Generator[Directive, Outcome, tuple[str, list[float]] | None]:
+        """Runs uncompressed steps beside the plan; returns a result if `_watch` must end."""
         limits, epoch = self.limits, self._epoch
         assert epoch is not None
         before = median(self._times[None])
@@ -326,7 +332,7 @@ class Policy:
         )
         self._say(f"{self._reason}; back to plain all-reduce.")
 
-    # --- directives -----------------------------------------------------------------------------------
+    # --- directives ------------------------------------------------------------------------------
 
     def _directive(
         self,
@@ -407,7 +413,9 @@ def is_clear(own: Sequence[float], plain: Sequence[float], gain: float) -> bool:
 def is_faster(own: Sequence[float], plain: Sequence[float], gain: float) -> bool:
     """Returns whether a plan is faster by the required gain, and by more than noise."""
     before = median(plain)
-    return before - median(own) >= max(gain * before, math.hypot(_standard_error(own), _standard_error(plain)))
+    return before - median(own) >= max(
+        gain * before, math.hypot(_standard_error(own), _standard_error(plain))
+    )
 
 
 def _standard_error(times: Sequence[float]) -> float:

@@ -14,12 +14,8 @@ from hipress.casync.graphs import strategies
 from hipress.codecs.base import Codec
 from hipress.codecs.table import codec as named_codec
 from hipress.errors import UsageError
-from hipress.plan import ANY, Plan, plain_strategy
+from hipress.plan import ANY, MIN_SIZE, Plan, exempt_reason, plain_strategy
 from hipress.session.adapter import GradientSpec
-
-MIN_SIZE = 4096
-"""Gradients with fewer elements are exempt: they save little. Those with one dimension (norm, bias)
-are exempt because compressing them costs most accuracy."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Element types that codecs take."""
@@ -39,9 +35,9 @@ class Choice:
     strategy: str
     partitions: int | None = None
     bulk: int | None = None
-    """Gradients of a bucket with the same number travel together; None: those with equal choices."""
+    """Gradients of a bucket with the same number travel together; None: by their choices."""
     order: int | None = None
-    """The lowest of a bucket starts first; if None, compressed gradients start before the others."""
+    """The lowest of a bucket starts first; None: compressed gradients start before the others."""
     reason: str = ""
     """Why it is not compressed."""
 
@@ -157,20 +153,6 @@ def check_names(asked: Rules, names: Sequence[str]) -> None:
             f"the plan names {unknown[0]!r}{hint}, which this model does not have; make a plan "
             f"for this model (its first parameters are: {', '.join(names[:5])})."
         )
-
-
-def exempt_reason(dims: int, numel: int, min_size: int = MIN_SIZE) -> str:
-    """Returns why a gradient is exempt by default; empty if it is not.
-
-    Example:
-        >>> exempt_reason(1, 10**6), exempt_reason(2, 100), exempt_reason(2, 10**6)
-        ('one dimension (norm or bias)', '100 elements, fewer than min_size=4096', '')
-    """
-    if dims < 2:
-        return "one dimension (norm or bias)"
-    if numel < min_size:
-        return f"{numel} elements, fewer than min_size={min_size}"
-    return ""
 
 
 def skipped(choices: Mapping[str, Choice]) -> dict[str, str]:

@@ -188,7 +188,7 @@ class Session:
             under_way.append((names, self._flats[key], self.exchange(index, key, self._flats[key])))
         for names, flat, future in under_way:
             future.wait()
-            parts = flat.split([values[name].numel() for name in names])
+            parts = torch.split(flat, [values[name].numel() for name in names])
             for name, part in zip(names, parts, strict=True):
                 values[name].copy_(part.view(values[name].shape))
         self.end_step()
@@ -473,9 +473,9 @@ class Session:
         self._keep_dropped()
         # What was sent for a parameter that no rank used is owed, and flushed again.
         if self.mode.current is Mode.FLUSHING and not (self.mode.is_leaving and self.owed):
-            self.mode.end_flush()
-            if self.mode.current is Mode.DETACHED:
+            if self.mode.is_leaving:
                 self._on_detached()
+            self.mode.end_flush()
         if self.loaded is not None and self.step > self.settings.warmup_steps:
             if self.auto is None or self.auto.has_taken_state:
                 self.loaded = None

@@ -28,8 +28,8 @@ class Stats:
     verb_seconds: dict[str, float]
     """Seconds in each verb: a receive counts from its start to its end, GPU work when launched."""
     state_bytes: int
-    """Bytes of codec state: a float32 residual for each compressed element, and this rank's share of
-    those of the way back."""
+    """Bytes of codec state: a float32 residual for each compressed element, and this rank's share
+    of those of the way back."""
     buffer_bytes: int
     """Bytes of frames and other buffers."""
     skipped: dict[str, str]

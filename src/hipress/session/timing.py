@@ -52,9 +52,9 @@ class StepClock(StepObserver):
         self._last: Any = None
         self._steps: list[tuple[Any, Any]] = []
 
-    def forward_begin(self) -> None:
+    def forward_begin(self, trains: bool = True) -> None:
         """Starts a step, unless one has been started."""
-        if self._begin is None:
+        if trains and self._begin is None:
             self._begin = self._now()
 
     def end(self) -> None:
@@ -69,7 +69,7 @@ class StepClock(StepObserver):
         self._steps.clear()
 
     def read(self, *, wait: bool) -> list[float]:
-        """Returns the times of steps that were not read yet; `wait` includes unfinished GPU work."""
+        """Returns the times of unread steps; `wait` includes unfinished GPU work."""
         steps = self._steps
         if self._device.type != "cuda":
             found = [end - begin for begin, end in steps]
@@ -112,8 +112,8 @@ class Step:
 class GradientTimer(StepObserver):
     """Records the moments of training steps until `close`.
 
-    A step begins with a forward pass and ends with the next one's, or with `end_step`. Of a gradient
-    that is ready several times (accumulated over several backward passes) the last time counts.
+    A step begins with a forward pass and ends with the next one's, or with `end_step`. Where a
+    gradient is ready several times (accumulated over several backwards), the last time counts.
 
     Args:
         specs: The gradients, all on one device.
@@ -133,13 +133,14 @@ class GradientTimer(StepObserver):
         self._step: Step | None = None
         self._closers: list[Callable[[], None]] = []
 
-    def forward_begin(self) -> None:
+    def forward_begin(self, trains: bool = True) -> None:
         """Starts a step, and ends the one before."""
         if self._step is not None:
             if not self._step.ready:
                 return  # the model is called several times before backward
             self.end_step()
-        self._step = Step(self._now())
+        if trains:
+            self._step = Step(self._now())
 
     def forward_end(self) -> None:
         """Notes the end of the forward pass."""

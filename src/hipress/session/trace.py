@@ -86,7 +86,7 @@ class Tracer(StepObserver):
         self._last_bucket_ns: int | None = None
         self._stop_observing = self._adapter.observe(self)
 
-    def on_bucket(self, index: int, names: Sequence[str], is_last: bool) -> None:
+    def on_bucket(self, index: int, names: Sequence[str]) -> None:
         """Notes that the gradients of a bucket are ready."""
         if not self._recording:
             return
@@ -104,8 +104,7 @@ class Tracer(StepObserver):
         )
         if self._backward_ns is None:  # the model's output held no tensor that we found
             self._backward_ns = now_ns
-        if is_last:
-            self._last_bucket_ns = now_ns
+        self._last_bucket_ns = now_ns
 
     def on_step_end(self) -> None:
         """Notes that gradients are synchronised; after the last step writes, then collective."""
@@ -153,10 +152,12 @@ class Tracer(StepObserver):
     def _tasks(self) -> list[Event]:
         return self._events[self._first :] if self._recording else []
 
-    def forward_begin(self) -> None:
-        """Starts recording with the first forward pass."""
+    def forward_begin(self, trains: bool = True) -> None:
+        """Starts recording with the first forward pass of a step."""
         now_ns = time.perf_counter_ns()
         if not self._recording:
+            if not trains:
+                return
             self._recording = True
             self._events = self._engine.record()
             self._first = len(self._events)

@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError
-from hipress.plan import Plan
+from hipress.plan import MIN_SIZE, Plan
 from hipress.session import Session, Settings, Stats
-from hipress.session.selection import MIN_SIZE
 from hipress.session.setup import AUTO, DEFAULT_CODEC, begin, decide, show_log
 from hipress.torch.ddp import DDPAdapter, clean, hook, sparse_names
 from hipress.torch.optimizer_checks import is_plain_sgd

@@ -1,8 +1,8 @@
-"""DistributedDataParallel as a framework of the session: buckets, futures, hooks, unused parameters.
+"""DistributedDataParallel as a framework of the session: buckets, futures, hooks.
 
-    first bucket    begin_step; the watchdog notes that the training loop is inside DDP
-    every bucket    exchange: DDP gets a future of the bucket's mean
-    last bucket     DDP waits for all futures and hands the means out; then end_step
+first bucket    begin_step; the watchdog notes that the training loop is inside DDP
+every bucket    exchange: DDP gets a future of the bucket's mean
+last bucket     DDP waits for all futures and hands the means out; then end_step
 """
 
 from __future__ import annotations
@@ -115,9 +115,7 @@ class DDPAdapter(Adapter):
                 return  # the job has ended here, and may have ended there
             self._watchdog.start(
                 error,
-                is_over=lambda: (
-                    session.mode.current is Mode.DETACHED or session.engine.is_closed
-                ),
+                is_over=lambda: session.mode.current is Mode.DETACHED or session.engine.is_closed,
             )
 
         session.engine.on_lost = on_lost
@@ -290,21 +288,15 @@ def time_gradients(module: nn.Module) -> GradientTimer:
 def observe(
     module: nn.Module, observer: StepObserver, parameters: Mapping[str, torch.Tensor]
 ) -> Callable[[], None]:
-    """Calls an observer from hooks at a model; the result removes them.
-
-    Forward passes without gradients, such as an evaluation, are no steps and are not reported.
-    """
+    """Calls an observer from hooks at a model; the result removes them."""
 
     def overrides(name: str) -> bool:
         return getattr(type(observer), name) is not getattr(StepObserver, name)
 
     def before(*_: object) -> None:
-        if torch.is_grad_enabled():
-            observer.forward_begin()
+        observer.forward_begin(torch.is_grad_enabled())
 
     def after(_module: object, _args: object, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
         observer.forward_end()
         if overrides("backward_begin"):
             for tensor in _tensors(output):

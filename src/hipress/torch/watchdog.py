@@ -1,7 +1,7 @@
 """Ends a process that waits for a lost rank where no error can reach it.
 
-The training loop is told of a lost rank in backward. But it may wait for that rank in what DDP sends
-itself, such as buffers in forward, where torch's timeout is half an hour.
+The training loop is told of a lost rank in backward. But it may wait for that rank in what DDP
+sends itself, such as buffers in forward, where torch's timeout is half an hour.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 import hipress
 import hipress.torch
 from hipress.errors import HipressError, TrainingError, UsageError
+from hipress.plan import MIN_SIZE
 from hipress.session import selection
 from hipress.session.replicas import compare
-from hipress.torch import DEFAULT_CODEC
+from hipress.session.setup import DEFAULT_CODEC
 from hipress.train import checkpoints, models, optimizers, resume
 from hipress.train.config import AUTO, Config
 from hipress.train.data import open_data
@@ -161,7 +162,7 @@ class Job:
             "plan": None if config.plan is None else str(config.plan),
             "exclude": config.exclude,
             "include": config.include,
-            "min_size": selection.MIN_SIZE if config.min_size is None else config.min_size,
+            "min_size": MIN_SIZE if config.min_size is None else config.min_size,
         }
 
     def _build(self) -> None:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from hipress.codecs.base import Codec
-from hipress.session.selection import Rules, clean, sparse_names
-from hipress.torch.optimizer_checks import decays, has_momentum
+from hipress.session.buckets import applies_decay, has_momentum
+from hipress.session.selection import Rules
+from hipress.torch.ddp import clean, sparse_names, spec_of
 from hipress.train.config import Config
 
 
@@ -28,7 +29,7 @@ def make(config: Config, model: nn.Module, rules: Rules | None) -> torch.optim.O
         return kind([p for _, p in named], lr=config.base_rate, weight_decay=decay)
     sent = {} if rules is None else sent_as_momentum(rules, model)
     # Where the codec decays weights, the optimizer must not.
-    decayed = {name for name, codec in sent.items() if decays(codec)}
+    decayed = {name for name, codec in sent.items() if applies_decay(codec)}
     momentless = {"momentum": 0.0, "nesterov": False}
     groups: list[dict[str, Any]] = [
         {"params": [p for name, p in named if name not in sent]},
@@ -50,7 +51,8 @@ def sent_as_momentum(rules: Rules, model: nn.Module) -> dict[str, Codec]:
     brings: dict[str, bool] = {}
     sent = {}
     for name, parameter in model.named_parameters():
-        codec = rules.choice(clean(name), parameter, sparse).codec
+        spec = spec_of(clean(name), parameter, is_sparse=clean(name) in sparse)
+        codec = rules.choice(spec).codec
         if codec.name not in brings:
             brings[codec.name] = has_momentum(codec)
         if brings[codec.name]:

@@ -12,7 +12,7 @@ from torch import Tensor, autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import hipress
-from hipress.torch.optimizer_checks import has_momentum
+from hipress.session.buckets import has_momentum
 from hipress.train.convergence import Task, loss, make_model, make_optimizer
 from hipress.train.data import DataSet
 from hipress.train.virtual_sync import MIN_NUMEL, PLAIN, is_exempt

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import hipress
 from hipress.casync.engine.engine import Options
-from hipress.session.world import engine_of
+from hipress.session.groups import engine_of
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.scenarios import main, tell

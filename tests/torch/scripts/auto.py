@@ -20,9 +20,10 @@ import torch.distributed as dist
 import hipress
 import hipress.torch
 from hipress.plan import Decision, Plan
-from hipress.session import auto, planner, policy
-from hipress.session.directives import Limits
-from hipress.torch.step_clock import StepClock
+from hipress.session import auto, planner, policy, setup
+from hipress.session.adapter import StepObserver
+from hipress.session.policy import Limits
+from hipress.session.timing import StepClock
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.scenarios import main, tell
@@ -70,7 +71,7 @@ def candidate(codec, strategy="ps", step_s=0.01, names=LAYERS):
     return SimpleNamespace(plan=plan, step_s=step_s, label=f"{codec} by {strategy}")
 
 
-class Clock:
+class Clock(StepObserver):
     """Step times by what a step is exchanged with, instead of those of the clock."""
 
     pace = sync = None
@@ -79,12 +80,6 @@ class Clock:
     def __init__(self, device):
         self.times = []
         Clock.now = 0.0
-
-    def stand_at(self, module):
-        pass
-
-    def leave(self):
-        pass
 
     def end(self):
         if Clock.sync is not None:
@@ -127,7 +122,7 @@ class Run:
         self, rank, lists, pace, module=None, ddp=None, limits=LIMITS, clock=Clock, **options
     ):
         Planner.lists = lists
-        planner.Planner = Planner
+        setup.Planner = Planner
         auto.Limits = lambda: limits
         auto.StepClock = clock
         auto.Policy = functools.partial(policy.Policy, clock=lambda: Clock.now)
@@ -144,9 +139,19 @@ class Run:
         self.seen = []
         """Of each step: the plan, what it compressed with, whether residuals were sent."""
         self.bits, self.modes = [], []
+        self.flushed = False
+        mode = self.sync.mode
+        flush = mode.flush
+
+        def noted(*, then):
+            self.flushed = True
+            flush(then=then)
+
+        mode.flush = noted
 
     def step(self, step, make_loss=loss_of, micro=1):
         args = (self.rank, step)
+        self.flushed = False
         for part in range(micro):
             self.ledger.expect(lambda model, part=part: make_loss(model, *args))
         self.optimizer.zero_grad()
@@ -157,7 +162,7 @@ class Run:
         self.ledger.note()
         self.optimizer.step()
         made = self.sync.auto
-        self.seen.append([made.stats().epoch, codec_of(self.sync), made.flushes])
+        self.seen.append([made.stats().epoch, codec_of(self.sync), self.flushed])
         self.modes.append(made.stats().mode)
         self.bits.append(bits(self.module))
 
@@ -228,12 +233,13 @@ def amp(rank, num_ranks):
     for step in range(60):
         run.ledger.expect(lambda model, step=step: loss_of(model, rank, step))
         run.optimizer.zero_grad()
+        run.flushed = False
         scaler.scale(loss_of(run.ddp, rank, step)).backward()
         scaler.unscale_(run.optimizer)
         run.ledger.note()
         scaler.step(run.optimizer)
         scaler.update()
-        run.seen.append([None, codec_of(run.sync), run.sync.auto.flushes])
+        run.seen.append([None, codec_of(run.sync), run.flushed])
     state = run.sync.state_dict()
     gaps = run.ledger.gaps(state, scale=state["scale"])
     return {"seen": run.seen, "gaps": gaps, "scale": scaler.get_scale()}

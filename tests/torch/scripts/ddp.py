@@ -29,7 +29,6 @@ from tests.torch.scripts.models import (
     backward,
     batch,
     bits,
-    flat,
     kinds_of_error,
     left,
     loss_of,
@@ -592,7 +591,7 @@ def figures(rank, num_ranks):
             "buffer": stats.buffer_bytes, "verbs": stats.verb_seconds,
             "messages": stats.num_messages, "lines": lines.found, "scalars": writer.scalars,
             "compressed": [
-                g.parameter.numel() for g in sync.gradients.values() if g.is_compressed
+                g.numel for g in sync.gradients.values() if g.is_compressed
             ],
             "numels": [p.numel() for p in module.parameters()],
         }  # fmt: skip
@@ -638,7 +637,7 @@ def decayed(rank, num_ranks):
         seen = []
         for key, state in sync.engine.keeper:
             if "weight" in state:
-                parameter = flat(sync.gradients[key.name].parameter)
+                parameter = sync.adapter.weights(key.name)
                 seen.append(torch.equal(state["weight"], parameter[key.start : key.stop]))
         same.append(seen)
         before = bits(module)
