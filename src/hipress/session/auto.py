@@ -20,7 +20,6 @@ from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.transport import LinkError
 from hipress.errors import AgreementError, PeerError
 from hipress.plan import Plan
-from hipress.session.adapter import GradientSpec
 from hipress.session.mode import Mode
 from hipress.session.planner import Planner
 from hipress.session.policy import (
@@ -32,7 +31,7 @@ from hipress.session.policy import (
     Policy,
     first_directive,
 )
-from hipress.session.selection import NONE, Choice, Rules
+from hipress.session.selection import UNDECIDED
 from hipress.session.timing import StepClock
 
 if TYPE_CHECKING:
@@ -43,8 +42,6 @@ _log = logging.getLogger("hipress")
 MAX_CANDIDATES = 3
 """Number of plans that are tried at once."""
 KEPT_PLANS = 8
-UNDECIDED = "auto"
-"""Why a gradient is not compressed that a plan might compress; `skipped` says more."""
 ALONE = "one rank has no other rank to send to"
 
 
@@ -276,15 +273,6 @@ class Auto:
         return AutoStats(
             mode=self.phase, epoch=self._last, reason=self.reason, num_switches=self.num_switches
         )
-
-    def choice(self, spec: GradientSpec, rules: Rules, plan: Plan | None) -> Choice:
-        """Returns what happens to a gradient under a plan; None is plain all-reduce."""
-        asked = rules.choice(spec)
-        if plan is None:
-            undecided = Choice(codec=NONE, strategy="allreduce", reason=UNDECIDED)
-            return asked if asked.reason else undecided
-        choice = replace(rules, plan=plan).choice(spec)
-        return replace(choice, codec=NONE, reason=asked.reason) if asked.reason else choice
 
     def skipped(self, reasons: dict[str, str]) -> dict[str, str]:
         """Completes the reasons of uncompressed gradients with the last decision."""

@@ -134,7 +134,8 @@ def load(session: Session, state: dict[str, Any]) -> None:
         )
     session.step, session.scale = int(state["step"]), state["scale"]
     session.rates = {}
-    session.owed = owed
+    session.owed.clear()
+    session.owed.update(owed)
     session.loaded = state
     if session.is_open:
         session.engine.keeper.clear()

@@ -167,7 +167,9 @@ class Planner:
             return None
         found = combined(own, names, of_all)
         known = {gradient.name for gradient in found.gradients}  # some are not in every step
-        buckets = [tuple(one for one in names if one in known) for names in session.bucket_names]
+        buckets = [
+            tuple(one for one in names if one in known) for names in session.layout.bucket_names
+        ]
         return found.model_copy(
             update={
                 "buckets": tuple(filter(None, buckets)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +22,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 NONE = named_codec("none")
 
+UNDECIDED = "auto"
+"""Why a gradient is not compressed that a plan of `auto` might compress; `skipped` says more."""
 NOT_ASKED = "codec 'none' was asked for"
 SPARSE = "its gradient is sparse, which codecs do not take"
 
@@ -78,6 +80,15 @@ class Rules:
         if self.codec.name == "none":
             return Choice(codec=NONE, strategy=self.strategy, reason=NOT_ASKED)
         return Choice(codec=self.codec, strategy=self.strategy)
+
+    def choice_under(self, plan: Plan | None, spec: GradientSpec) -> Choice:
+        """Returns what happens to a gradient under a plan of `auto`; None is plain all-reduce."""
+        asked = self.choice(spec)
+        if plan is None:
+            undecided = Choice(codec=NONE, strategy="allreduce", reason=UNDECIDED)
+            return asked if asked.reason else undecided
+        choice = replace(self, plan=plan).choice(spec)
+        return replace(choice, codec=NONE, reason=asked.reason) if asked.reason else choice
 
     def _reason(self, spec: GradientSpec) -> str:
         """Returns why a gradient is not compressed; empty if it is."""

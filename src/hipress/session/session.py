@@ -15,23 +15,23 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.handle import joint
-from hipress.casync.engine.recipe import chunk_numel
-from hipress.casync.graphs.partitions import Partitioner, Placement
 from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.session import checkpoint, replicas, selection
 from hipress.session.adapter import Adapter, GradientSpec
 from hipress.session.auto import Auto
-from hipress.session.buckets import Bucket, Gradient, Group, grouped
+from hipress.session.buckets import Bucket, Gradient, Group
 from hipress.session.groups import as_tensor, engine_of
+from hipress.session.layout import Layout
 from hipress.session.mode import Mode, StepMode
+from hipress.session.owed import Owed
+from hipress.session.plain import PlainSum
 from hipress.session.selection import Rules
 from hipress.session.stats import Stats, collect, log_line, write_scalars
 from hipress.session.trace import Tracer, check_path
@@ -95,47 +95,38 @@ class Session:
         *,
         enabled: bool = True,
     ) -> None:
-        self.rules = rules
+        self.layout = Layout(rules)
         self.settings = settings
         self.adapter = adapter or Adapter()
         self.process_group = group
         self.enabled = enabled
         self.step = 0
         """Number of finished steps."""
-        self.gradients: dict[str, Gradient] = {}
-        """All gradients by name, compressed or not."""
         self.untrained: frozenset[str] = frozenset()
         """Names of parameters without a gradient: frozen, or ignored by the framework."""
-        self.owed: dict[str, torch.Tensor] = {}
-        """What each rank must add to its next gradient, the same on all ranks."""
+        self.owed = Owed()
         self.scale = 1.0
         """Loss scale in which codec state is kept."""
         self.rates: dict[str, float] = {}
         """Learning rate of the last step by gradient."""
         self.loaded: dict[str, Any] | None = None
         """A loaded checkpoint, until the step after it is done."""
-        self.plain_bytes = 0
-        """Bytes that uncompressed sums have sent."""
+        self.plain = PlainSum(group)
         self.auto: Auto | None = None
-        self.mode = StepMode(Mode.DETACHED if not enabled else self._first_mode())
+        first = Mode.WARMUP if settings.warmup_steps else Mode.COMPRESSED
+        self.mode = StepMode(first if enabled else Mode.DETACHED)
         self._engine: Engine | None = None
-        self._partitioner: Partitioner | None = None
-        self._installed: Plan | None = None
-        """The plan of `auto` that gradients are laid out for."""
         self._warned: set[str] = set()
         self._tracer: Tracer | None = None
-        self._buckets: dict[int, Bucket] = {}
         self._rate_ratios: dict[str, float] = {}
         self._failure: BaseException | None = None
-        self._in_flight: list[tuple[Bucket, torch.Tensor]] = []
-        """Buckets of this step whose averages the framework may throw away."""
         self._flats: dict[tuple[str, ...], torch.Tensor] = {}
         """Buffers of `average`."""
 
     def __repr__(self) -> str:
-        compressed = sum(gradient.is_compressed for gradient in self.gradients.values())
         return (
-            f"<Session: {compressed} of {len(self.gradients)} gradients compressed, step "
+            f"<Session: {len(self.layout.compressed)} of {len(self.gradients)} gradients "
+            f"compressed, step "
             f"{self.step}, {self.mode.current.value if self.enabled else 'not enabled'}>"
         )
 
@@ -278,16 +269,14 @@ class Session:
         return found if self.auto is None else self.auto.skipped(found)
 
     @property
-    def bucket_names(self) -> tuple[tuple[str, ...], ...]:
-        """Gradients as the framework puts them together, as far as buckets were seen."""
-        found: list[tuple[str, ...]] = []
-        seen: set[str] = set()
-        for index in sorted(self._buckets):
-            names = self._buckets[index].names
-            if not seen.intersection(names):  # else from the first step, before DDP rebuilt them
-                found.append(names)
-                seen.update(names)
-        return tuple(found)
+    def gradients(self) -> dict[str, Gradient]:
+        """All gradients by name, compressed or not."""
+        return self.layout.gradients
+
+    @property
+    def rules(self) -> Rules:
+        """What the user asked for."""
+        return self.layout.rules
 
     @property
     def engine(self) -> Engine:
@@ -313,16 +302,13 @@ class Session:
 
     def register(self, specs: Iterable[GradientSpec]) -> None:
         """Decides for gradients, given in the order in which backward computes them."""
-        found = list(specs)
-        if self._partitioner is None:
-            total = sum(spec.numel for spec in found)
-            self._partitioner = self._new_partitioner(self.adapter.bucket_numel or total)
-        for spec in found:
-            checkpoint.restore(self, self._lay_out(spec))
+        for gradient in self.layout.register(specs, self.engine, self.adapter.bucket_numel):
+            checkpoint.restore(self, gradient)
 
     def use_auto(self, planner: Planner) -> None:
         """Lets `auto` decide from step to step, starting with uncompressed steps."""
         self.auto = Auto(planner)
+        self.layout.is_auto = True
         self.mode = StepMode(Mode.PLAIN)
 
     def announce(self) -> None:
@@ -332,7 +318,7 @@ class Session:
             return
         if self.engine.transport.rank != 0:
             return
-        compressed = [g for g in self.gradients.values() if g.is_compressed]
+        compressed = self.layout.compressed
         total = sum(g.numel for g in self.gradients.values())
         inside = sum(g.numel for g in compressed)
         codecs = ", ".join(sorted({g.choice.codec.name for g in compressed})) or "none"
@@ -363,49 +349,20 @@ class Session:
             **self.adapter.facts(),
         }
 
-    def _first_mode(self) -> Mode:
-        return Mode.WARMUP if self.settings.warmup_steps else Mode.COMPRESSED
-
-    def _new_partitioner(self, bucket_numel: int) -> Partitioner:
-        self._bucket_numel = bucket_numel
-        engine = self.engine
-        return Partitioner(
-            engine.transport.num_ranks,
-            bucket_numel=bucket_numel,
-            on_gpu=engine.device.type == "cuda",
-        )
-
-    def _lay_out(self, spec: GradientSpec) -> Gradient:
-        """Decides for a gradient, and places its partitions."""
-        assert self._partitioner is not None
-        choice = self.rules.choice(spec)
-        if self.auto is not None:
-            choice = self.auto.choice(spec, self.rules, self._installed)
-        placements: tuple[Placement, ...] = ()
-        if choice.codec.name != "none":
-            most = chunk_numel(choice.codec, spec.device, self.engine.options)
-            placements = self._partitioner.place(spec.numel, most, choice.partitions)
-        gradient = Gradient(spec=spec, choice=choice, placements=placements)
-        self.gradients[spec.name] = gradient
-        return gradient
-
     def _install(self, plan: Plan | None) -> None:
-        """Lays all gradients out for a plan of `auto`; no codec holds state. Collective."""
-        if (plan and plan.epoch) == (self._installed and self._installed.epoch):
+        """Lays all gradients out for a plan of `auto`; collective."""
+        installed = self.layout.plan
+        if (plan and plan.epoch) == (installed and installed.epoch):
             return
         if plan is not None:
             facts = {"step": self.step, "epoch of the plan": plan.epoch, "plan": _digest(plan)}
             self.engine.agree("a new plan", facts)
-        self._installed = plan
-        self._partitioner = self._new_partitioner(self._bucket_numel)
-        self._buckets.clear()
-        for gradient in list(self.gradients.values()):
-            self._lay_out(gradient.spec)
+        self.layout.install(plan)
         if plan is not None and self.engine.transport.rank == 0:
             self._warn()
 
     def _warn(self) -> None:
-        compressed = [(g.name, g.choice.codec) for g in self.gradients.values() if g.is_compressed]
+        compressed = [(g.name, g.choice.codec) for g in self.layout.compressed]
         for sentence in self.adapter.warnings(compressed):
             if sentence not in self._warned:
                 self._warned.add(sentence)
@@ -417,7 +374,7 @@ class Session:
         """Decides the mode of this step, on all ranks alike; before the first `exchange`."""
         if self.mode.current is Mode.DETACHED:
             return
-        self._in_flight.clear()
+        self.owed.forget_sent()
         self._advance_mode()
         every = self.settings.check_every
         if every and self.step % every == 0:
@@ -436,17 +393,23 @@ class Session:
         Returns:
             A torch future of the buffer.
         """
-        if self.mode.current is Mode.DETACHED:
-            return self._sum(buffer)
-        bucket = self._bucket(index, tuple(names), buffer)
+        mode = self.mode.current
+        if mode is Mode.DETACHED:
+            return self.plain.average(buffer)
+        bucket = self.layout.bucket(index, tuple(names), buffer)
         if self._tracer is not None:
             self._tracer.on_bucket(index, [n for group in bucket.groups for n in group.names])
-        if not self._uses_engine(bucket):
-            if self._pay(bucket, buffer):
-                self._in_flight.append((bucket, buffer))
-            return self._sum(buffer)
-        self._pay(bucket, buffer)
-        self._in_flight.append((bucket, buffer))
+        added = self.owed.pay(bucket, buffer)
+        if mode is Mode.FLUSHING:
+            self.owed.flush(self.engine, bucket, buffer)
+        uses_engine = self._uses_engine(bucket)
+        if uses_engine or added or mode is Mode.FLUSHING:
+            self.owed.note_sent(bucket, buffer)
+        if not uses_engine:
+            try:
+                return self.plain.average(buffer, self._on_lost_sum)
+            except RuntimeError as error:
+                raise self.engine.explain(error) from error
         handles = [
             self.engine.allreduce(
                 [buffer[start:stop] for start, stop in group.spans],
@@ -470,7 +433,7 @@ class Session:
             return
         if self._failure is not None:
             raise self._failure
-        self._keep_dropped()
+        self.owed.keep_dropped(self.adapter, only_compressed=self.auto is None)
         # What was sent for a parameter that no rank used is owed, and flushed again.
         if self.mode.current is Mode.FLUSHING and not (self.mode.is_leaving and self.owed):
             if self.mode.is_leaving:
@@ -522,102 +485,19 @@ class Session:
         # this sum and the exchanges of the engine.
         return self.auto is None or bucket.has_codec or self.engine.transport.ordered
 
-    def _bucket(self, index: int, names: tuple[str, ...], buffer: torch.Tensor) -> Bucket:
-        known = self._buckets.get(index)
-        if known is not None and known.names == names:
-            return known
-        takes = buffer.layout is torch.strided and buffer.dtype in selection.DTYPES
-        groups = grouped([self.gradients[name] for name in names]) if takes else ()
-        self._buckets[index] = Bucket(names=names, groups=groups)
-        return self._buckets[index]
-
     def _weights(self, group: Group) -> list[torch.Tensor]:
         """Returns the parameters, in the unit of their gradients."""
         weights = [self.adapter.weights(name) for name in group.names]
         return weights if self.scale == 1.0 else [weight * self.scale for weight in weights]
 
-    def _pay(self, bucket: Bucket, buffer: torch.Tensor) -> bool:
-        """Adds what is owed to gradients, and in a flush what their codecs hold.
-
-        Returns whether anything may have been added.
-        """
-        flush = self.mode.current is Mode.FLUSHING
-        if not self.owed and not flush:
-            return False
-        for group in bucket.groups:
-            for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
-                values = buffer[start:stop]
-                if (owed := self.owed.pop(gradient.name, None)) is not None:
-                    values.add_(owed.to(values.device))
-                if flush and gradient.is_compressed:
-                    self.engine.settle()
-                    values.add_(checkpoint.unsent(self.engine, gradient))
-            if flush:
-                self.engine.forget(group.names)
-        return True
-
-    def _sum(self, buffer: torch.Tensor) -> Future:
-        """Averages a whole bucket with torch's all-reduce, as DDP does without a hook."""
-        group: Any = self.process_group or dist.group.WORLD
-        num_ranks = group.size()
-        if num_ranks == 1:
-            future: Future = torch.futures.Future(
-                devices=[buffer.device] if buffer.is_cuda else None
-            )
-            future.set_result(buffer)
-            return future
-        dense = buffer.layout is torch.strided
-        if dense:  # torch does not tell the bytes of others
-            self.plain_bytes += 2 * (num_ranks - 1) * buffer.nbytes // num_ranks
-        # A power of two only moves the exponent and float32 has room for the sum, so dividing
-        # afterwards, in torch's thread while backward goes on, gives the same bits.
-        later = (
-            dense
-            and buffer.device.type == "cpu"
-            and buffer.dtype is torch.float32
-            and num_ranks & (num_ranks - 1) == 0
-        )
-        if not later:
-            buffer.mul_(1 / num_ranks)  # as DDP does; a division takes twice as long
-        try:
-            work: Any = dist.all_reduce(buffer, group=group, async_op=True)
-        except RuntimeError as error:
-            raise self._explained(error) from error
-        share = 1 / num_ranks if later else 1.0
-        return cast(Future, work.get_future().then(partial(self._summed, buffer, share)))
-
-    def _summed(self, buffer: torch.Tensor, share: float, done: Any) -> torch.Tensor:
-        try:
-            found = cast(torch.Tensor, done.value()[0])
-            return found if share == 1.0 else found.mul_(share)
-        except RuntimeError as error:
-            if self.mode.current is Mode.DETACHED:
-                raise
-            self._note_failure(buffer, self._explained(error))
-            return buffer
-
-    def _explained(self, error: RuntimeError) -> BaseException:
-        """Returns an error that names the lost rank, as far as that is known."""
-        return error if self._engine is None else self._engine.explain(error)
+    def _on_lost_sum(self, buffer: torch.Tensor, error: RuntimeError) -> None:
+        self._note_failure(buffer, self.engine.explain(error))
 
     def _note_failure(self, buffer: torch.Tensor, error: BaseException) -> None:
         # The mean never came: nobody may mistake what is in its place for it. The error is raised
         # by `end_step`, since torch would keep only the text of one raised in a future.
         buffer.fill_(torch.nan)
         self._failure = error
-
-    def _keep_dropped(self) -> None:
-        """Keeps what was sent for parameters that no rank used: the framework threw it away."""
-        for bucket, buffer in self._in_flight:
-            for group in bucket.groups:
-                for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
-                    sent = buffer[start:stop]
-                    may_owe = gradient.is_compressed or self.auto is not None
-                    if may_owe and self.adapter.was_dropped(gradient.name, sent):
-                        # A step with NaN is skipped, and drops what was sent in it.
-                        if sent.isfinite().all() and sent.any():
-                            self.owed[gradient.name] = sent.to(torch.float32, copy=True)
-        self._in_flight.clear()
 
     def _on_detached(self) -> None:
         if self._tracer is not None:
@@ -636,8 +516,7 @@ class Session:
             ratio = scale / self.scale
             self.engine.settle()
             self.engine.keeper.scale(ratio)
-            for owed in self.owed.values():
-                owed.mul_(ratio)
+            self.owed.scale(ratio)
         self.scale = scale
 
     def _follow_rates(self) -> None:

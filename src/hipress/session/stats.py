@@ -41,7 +41,7 @@ class Stats:
 def collect(session: Session) -> Stats:
     """Returns the figures of one session."""
     skipped = session.skipped
-    plain = session.plain_bytes
+    plain = session.plain.sent_bytes
     gradient, sent, received, messages, num_ranks = 0, plain, plain, 0, 1
     verbs: dict[str, int] = {}
     state = buffers = 0

@@ -60,7 +60,7 @@ def agree(rank, num_ranks, codecs, strategies, steps):
                 "bits": bits(module),
                 "distance": distance,
                 "compressed": sync.stats().num_compressed,
-                "buckets": len(sync._buckets),
+                "buckets": len(sync.layout._buckets),
                 "rebuilt": ddp._get_ddp_logging_data()["has_rebuilt_buckets"],
                 "hosts": list(sync.engine.hosts),
             }
@@ -111,7 +111,7 @@ def reference(rank, num_ranks, codec, rates, micro=1, follow=True):
         "again": bits(again),
         "distances": {name: float((p - q).detach().abs().max()) for (name, p), q in pairs},
         "rebuilt": ddp._get_ddp_logging_data()["has_rebuilt_buckets"],
-        "buckets": len(sync._buckets),
+        "buckets": len(sync.layout._buckets),
         "steps": sync.step,
         "inside": inside,
     }
@@ -246,7 +246,7 @@ def static(rank, num_ranks):
     return {
         "gaps": ledger.gaps(sync.state_dict()),
         "steps": sync.step,
-        "buckets": len(sync._buckets),
+        "buckets": len(sync.layout._buckets),
         "bits": bits(module),
     }
 

@@ -1,0 +1,111 @@
+"""What is decided for every gradient of a session, where it is cut, and how buckets travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hipress.casync.engine.engine import Engine
+from hipress.casync.engine.recipe import chunk_numel
+from hipress.casync.graphs.partitions import Partitioner, Placement
+from hipress.plan import Plan
+from hipress.session import selection
+from hipress.session.adapter import GradientSpec
+from hipress.session.buckets import Bucket, Gradient, grouped
+from hipress.session.selection import Rules
+
+
+class Layout:
+    """The gradients of one model with their choices and placements.
+
+    Args:
+        rules: What the user asked for.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.gradients: dict[str, Gradient] = {}
+        """All gradients by name, compressed or not."""
+        self.is_auto = False
+        """Whether plans of `auto` decide instead of the rules alone."""
+        self.plan: Plan | None = None
+        """The plan of `auto` that gradients are laid out for."""
+        self._engine: Engine | None = None
+        self._bucket_numel = 0
+        self._partitioner: Partitioner | None = None
+        self._buckets: dict[int, Bucket] = {}
+
+    def register(
+        self, specs: Iterable[GradientSpec], engine: Engine, bucket_numel: int | None
+    ) -> list[Gradient]:
+        """Decides for new gradients, given in the order in which backward computes them.
+
+        Args:
+            specs: The gradients.
+            engine: Gives the number of ranks, the device and the size of chunks.
+            bucket_numel: Elements of a full bucket; all given elements if None.
+        """
+        found = list(specs)
+        if self._partitioner is None:
+            self._engine = engine
+            self._bucket_numel = bucket_numel or sum(spec.numel for spec in found)
+            self._partitioner = self._new_partitioner()
+        return [self._place(spec) for spec in found]
+
+    def install(self, plan: Plan | None) -> None:
+        """Lays all gradients out anew; no codec may hold state."""
+        self.plan = plan
+        self._partitioner = self._new_partitioner()
+        self._buckets.clear()
+        for gradient in list(self.gradients.values()):
+            self._place(gradient.spec)
+
+    def bucket(self, index: int, names: tuple[str, ...], buffer: torch.Tensor) -> Bucket:
+        """Returns how the gradients that lie in a buffer travel."""
+        known = self._buckets.get(index)
+        if known is not None and known.names == names:
+            return known
+        takes = buffer.layout is torch.strided and buffer.dtype in selection.DTYPES
+        groups = grouped([self.gradients[name] for name in names]) if takes else ()
+        self._buckets[index] = Bucket(names=names, groups=groups)
+        return self._buckets[index]
+
+    @property
+    def compressed(self) -> list[Gradient]:
+        """The gradients that a codec works on."""
+        return [gradient for gradient in self.gradients.values() if gradient.is_compressed]
+
+    @property
+    def bucket_names(self) -> tuple[tuple[str, ...], ...]:
+        """Gradients as the framework puts them together, as far as buckets were seen."""
+        found: list[tuple[str, ...]] = []
+        seen: set[str] = set()
+        for index in sorted(self._buckets):
+            names = self._buckets[index].names
+            if not seen.intersection(names):  # else from the first step, before DDP rebuilt them
+                found.append(names)
+                seen.update(names)
+        return tuple(found)
+
+    def _new_partitioner(self) -> Partitioner:
+        assert self._engine is not None
+        return Partitioner(
+            self._engine.transport.num_ranks,
+            bucket_numel=self._bucket_numel,
+            on_gpu=self._engine.device.type == "cuda",
+        )
+
+    def _place(self, spec: GradientSpec) -> Gradient:
+        assert self._partitioner is not None and self._engine is not None
+        if self.is_auto:
+            choice = self.rules.choice_under(self.plan, spec)
+        else:
+            choice = self.rules.choice(spec)
+        placements: tuple[Placement, ...] = ()
+        if choice.codec.name != "none":
+            most = chunk_numel(choice.codec, spec.device, self._engine.options)
+            placements = self._partitioner.place(spec.numel, most, choice.partitions)
+        gradient = Gradient(spec=spec, choice=choice, placements=placements)
+        self.gradients[spec.name] = gradient
+        return gradient

@@ -1,0 +1,73 @@
+"""What each rank must still add to its next gradients, so that nothing is lost."""
+
+from __future__ import annotations
+
+import torch
+
+from hipress.casync.engine.engine import Engine
+from hipress.session import checkpoint
+from hipress.session.adapter import Adapter
+from hipress.session.buckets import Bucket
+
+
+class Owed(dict[str, torch.Tensor]):
+    """Tensors by gradient, the same on all ranks: each rank adds them to its next gradient.
+
+    Something is owed after a checkpoint from another number of ranks was loaded, and after the
+    framework threw away what was sent for a parameter that no rank used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent: list[tuple[Bucket, torch.Tensor]] = []
+
+    def pay(self, bucket: Bucket, buffer: torch.Tensor) -> bool:
+        """Adds what is owed to the gradients of a bucket; returns whether anything was owed."""
+        if not self:
+            return False
+        for group in bucket.groups:
+            for name, (start, stop) in zip(group.names, group.spans, strict=True):
+                if (owed := self.pop(name, None)) is not None:
+                    buffer[start:stop].add_(owed.to(buffer.device))
+        return True
+
+    def flush(self, engine: Engine, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Adds what the codecs of a bucket have not sent; then they hold nothing."""
+        for group in bucket.groups:
+            for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
+                if gradient.is_compressed:
+                    engine.settle()
+                    buffer[start:stop].add_(checkpoint.unsent(engine, gradient))
+            engine.forget(group.names)
+
+    def note_sent(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Notes a bucket of this step whose mean the framework may throw away."""
+        self._sent.append((bucket, buffer))
+
+    def forget_sent(self) -> None:
+        """Drops what `note_sent` noted."""
+        self._sent.clear()
+
+    def keep_dropped(self, adapter: Adapter, *, only_compressed: bool) -> None:
+        """Keeps the means of this step that the framework threw away.
+
+        Args:
+            adapter: Knows what was thrown away.
+            only_compressed: Whether uncompressed gradients contain nothing that was owed.
+        """
+        for bucket, buffer in self._sent:
+            for group in bucket.groups:
+                if only_compressed and group.codec.name == "none":
+                    continue
+                for name, (start, stop) in zip(group.names, group.spans, strict=True):
+                    sent = buffer[start:stop]
+                    if adapter.was_dropped(name, sent):
+                        # A step with NaN is skipped, and drops what was sent in it.
+                        if sent.isfinite().all() and sent.any():
+                            self[name] = sent.to(torch.float32, copy=True)
+        self._sent.clear()
+
+    def scale(self, ratio: float) -> None:
+        """Brings everything to another loss scale."""
+        for owed in self.values():
+            owed.mul_(ratio)
