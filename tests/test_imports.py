@@ -25,8 +25,8 @@ MEMBERS = {
     "ground": {
         "environment",
         "errors",
+        "machine",
         "plan",
-        "processes",
         "profile",
         "settings",
         "timeline",
@@ -34,23 +34,37 @@ MEMBERS = {
     },
     "doors": {"torch", "tensorflow", "keras", "jax", "mxnet"},
     "cli": {"__main__"},
+    "front": {"compll.front"},
+    "passes": {"compll.passes"},
+    "backends": {"compll.backends"},
+    "tools": {"compll.tools"},
     # The part of casync that is pure data, so that the simulator executes what the engine runs.
     "graphs": {"casync.graphs"},
 }
 
 GROUND = {"ground"}
-COMPLL = GROUND | {"compll"}
+# compll itself is the intermediate representation and the build, which the stages share.
+FRONT = GROUND | {"compll", "front"}
+PASSES = FRONT | {"passes"}
+BACKENDS = PASSES | {"backends"}
+COMPLL = BACKENDS | {"tools"}
 CODECS = COMPLL | {"codecs"}
 CASYNC = CODECS | {"graphs", "casync"}
-SESSION = CASYNC | {"probe", "secopa", "session", "doors"}
-DOORS = SESSION | {"doors"}
+SESSION = CASYNC | {"probe", "secopa", "session"}
+# A framework adapter talks to the session; it needs no engine, probe or planner.
+DOORS = GROUND | {"codecs", "session", "doors"}
 # "public" is hipress/__init__.py: what a user would call. Rooms below the doors never use it.
-UPPER = DOORS | {"public"}
+UPPER = SESSION | DOORS | {"public", "processes"}
 
 # Room: the rooms it may import, itself among them.
 MAY_IMPORT = {
     "ground": GROUND,
-    "compll": COMPLL,
+    "processes": GROUND | {"processes"},
+    "front": FRONT,
+    "passes": PASSES,
+    "backends": BACKENDS,
+    "compll": BACKENDS,
+    "tools": COMPLL,
     "codecs": CODECS,
     "graphs": GROUND | {"graphs"},
     "casync": CASYNC,
@@ -59,7 +73,7 @@ MAY_IMPORT = {
     "session": SESSION,
     "doors": DOORS,
     "train": UPPER | {"train"},
-    "bench": UPPER | {"bench"},
+    "bench": UPPER | {"bench", "train", "lab", "launch"},
     "launch": UPPER | {"launch"},
     "lab": UPPER | {"lab"},
     "cli": UPPER | {"train", "bench", "launch", "lab", "cli"},
@@ -68,6 +82,9 @@ MAY_IMPORT = {
 
 # Room: outside packages that it must do without.
 MAY_NOT_USE = {"ground": {"torch"}, "graphs": {"torch"}, "secopa": {"torch"}}
+
+# Methods of named tuples, which are public in spite of their underscore.
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
 
 # What `import hipress` must not load.
 LAZY = {
@@ -144,6 +161,46 @@ def violations(sources: dict[str, str]) -> list[str]:
     return found
 
 
+def private_uses(sources: dict[str, str]) -> list[str]:
+    """Check that no module uses a private name of another room.
+
+    Args:
+        sources: Source text by dotted module name.
+
+    Returns:
+        One line per use. Private names of other packages, such as torch, are not our business.
+    """
+    defined: dict[str, set[str]] = {}
+    trees = {module: ast.parse(source) for module, source in sources.items()}
+    for module, tree in trees.items():
+        names = defined.setdefault(room_of(module), set())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                    names.add(node.attr)
+    found = []
+    for module, tree in trees.items():
+        room = room_of(module)
+        others = set().union(*(names for other, names in defined.items() if other != room))
+        for node in ast.walk(tree):
+            used = []
+            if isinstance(node, ast.Attribute):
+                own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                used = [] if own else [node.attr]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hipress"):
+                used = [alias.name for alias in node.names]
+            for name in used:
+                if name in NAMED_TUPLE or not re.match(r"_[a-z]", name, re.I):
+                    continue
+                if name in others - defined[room]:
+                    found.append(f"{module}:{node.lineno} ({room}) uses the private name {name}")
+    return found
+
+
 def package_sources() -> dict[str, str]:
     """Return the source of every module in src/hipress by its dotted name."""
     sources = {}
@@ -159,6 +216,25 @@ def test_imports_point_down_only():
     sources = package_sources()
     assert {"hipress", "hipress.errors", "hipress.cli.main"} <= set(sources)
     assert violations(sources) == []
+
+
+def test_no_room_uses_a_private_name_of_another():
+    assert private_uses(package_sources()) == []
+
+
+@pytest.mark.parametrize(
+    "use", ["session._engine", "from hipress.session.session import _digest", "x = s.a._engine.b"]
+)
+def test_the_check_of_private_names_can_fail(use):
+    owner = "class S:\n    def __init__(self):\n        self._engine = 1\ndef _digest(): pass"
+    found = private_uses({"hipress.session.session": owner, "hipress.torch.ddp": use})
+    assert len(found) == 1 and "(doors) uses the private name" in found[0]
+
+
+@pytest.mark.parametrize("use", ["self._engine", "model._orig_mod", "torch._C", "a.__dict__"])
+def test_the_check_of_private_names_lets_the_allowed_pass(use):
+    owner = "class S:\n    def __init__(self):\n        self._engine = 1"
+    assert private_uses({"hipress.session.session": owner, "hipress.torch.ddp": use}) == []
 
 
 @pytest.mark.parametrize(
@@ -179,6 +255,14 @@ def test_imports_point_down_only():
         ("hipress.secopa.cost", "from hipress import codecs", "(codecs)"),
         ("hipress.secopa.cost", "import torch.distributed", "does without"),
         ("hipress.torch", "from hipress.train import job", "(train)"),
+        ("hipress.torch.ddp", "from hipress.casync.engine.engine import Engine", "(casync)"),
+        ("hipress.torch.ddp", "from hipress.probe import links", "(probe)"),
+        ("hipress.session.auto", "from hipress.torch import ddp", "(doors)"),
+        ("hipress.probe.links", "from hipress.session import groups", "(session)"),
+        ("hipress.compll.front.parse", "from hipress.compll.passes import derive", "(passes)"),
+        ("hipress.compll.passes.derive", "from hipress.compll.backends import cpu", "(backends)"),
+        ("hipress.compll.build", "from hipress.compll.tools import show", "(tools)"),
+        ("hipress.compll.ir", "from hipress.codecs import table", "(codecs)"),
         ("hipress.lab.net", "from hipress.cli import main", "(cli)"),
         ("hipress.attic.old", "", "not in the table"),
     ],
@@ -200,7 +284,7 @@ def test_the_import_check_can_fail(module, source, complaint):
             "hipress.secopa.cost",
             "from hipress.casync.graphs import graph, strategies\nimport hipress.plan",
         ),
-        ("hipress.torch", "from hipress.secopa import search\nimport torch"),
+        ("hipress.torch", "from hipress.session import Session\nimport torch"),
         ("hipress.cli.main", "import hipress\nTABLE = 'hipress.cli.demo'"),
         ("hipress.compll.tools.emit", "TEXT = 'see hipress.torch for more'"),
     ],
