@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hipress.codecs.table import codec as named_codec
 from hipress.errors import UsageError
 from hipress.probe import codec_costs, links
 from hipress.probe.cache import Points
-from hipress.profile import GradientProfile, Machine, ModelProfile, Profile
+from hipress.profile import Machine, ModelProfile, Profile
 from hipress.secopa import search
 from hipress.secopa.budget import BUDGETS, CAREFUL, PASSED, Budget
-from hipress.session.timing import GradientTimer
+from hipress.session.timing import MODEL_TIMES, GradientTimer, merged
 
 if TYPE_CHECKING:
     from hipress.session.session import Session
@@ -30,8 +29,6 @@ UNCOUNTED_STEPS = 2
 """DDP builds its buckets in the first steps, so they do not count."""
 DIGITS = 4
 """Significant digits of the times that ranks exchange; they vary more from step to step."""
-MODEL_FIELDS = ("forward_s", "backward_s", "rest_s", "threads", "error")
-"""Fields of a model's profile beside its gradients."""
 
 
 def allowed(
@@ -189,7 +186,7 @@ def encode_times(own: ModelProfile | None, names: Sequence[str]) -> bytes:
         return b"null"
     ready = {gradient.name: _short(gradient.ready_s) for gradient in own.gradients}
     told = [
-        [_short(getattr(own, name)) for name in MODEL_FIELDS],
+        [_short(getattr(own, name)) for name in MODEL_TIMES],
         [ready.get(name) for name in names],
     ]
     return json.dumps(told, separators=(",", ":")).encode()
@@ -197,19 +194,18 @@ def encode_times(own: ModelProfile | None, names: Sequence[str]) -> bytes:
 
 def combined(own: ModelProfile, names: Sequence[str], of_all: Sequence[Any]) -> ModelProfile:
     """Returns medians over the times of all ranks; sizes and gradients are this rank's."""
-    work = [statistics.median(values) for values in zip(*(one[0] for one in of_all), strict=True)]
-    seen: Mapping[str, list[float]] = {
-        name: [ready for ready in values if ready is not None]
-        for name, values in zip(names, zip(*(one[1] for one in of_all), strict=True), strict=True)
-    }
-    gradients: list[GradientProfile] = [
-        one.model_copy(update={"ready_s": statistics.median(seen[one.name])})
-        for one in own.gradients
-    ]
-    gradients.sort(key=lambda one: one.ready_s)
-    return own.model_copy(
-        update={**dict(zip(MODEL_FIELDS, work, strict=True)), "gradients": tuple(gradients)}
-    )
+    known = {gradient.name: gradient for gradient in own.gradients}
+
+    def decoded(times: Sequence[float], ready: Sequence[float | None]) -> ModelProfile:
+        gradients = tuple(
+            known[name].model_copy(update={"ready_s": seconds})
+            for name, seconds in zip(names, ready, strict=True)
+            if seconds is not None and name in known
+        )
+        fields = dict(zip(MODEL_TIMES, times, strict=True))
+        return own.model_copy(update={**fields, "gradients": gradients})
+
+    return merged([decoded(*one) for one in of_all])
 
 
 def _short(seconds: float) -> float:

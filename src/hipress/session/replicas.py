@@ -1,4 +1,4 @@
-"""Whether all ranks still hold the same parameters."""
+"""The replica check: do all ranks still hold the same parameters?"""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from hipress.errors import AgreementError
 
 COLUMNS = 4096
-"""Words of a row: sums over rows and over columns tell where a word stands."""
+"""Words in a row; sums over rows and columns depend on the position of every word."""
 
 
 def digest(value: torch.Tensor) -> int:
-    """A number that differs, in all likelihood, where tensors differ in a bit or in order.
+    """Returns a number that almost certainly differs if tensors differ in a bit or in order.
 
     Example:
         >>> a = torch.arange(10.0)
@@ -25,7 +25,7 @@ def digest(value: torch.Tensor) -> int:
     words = whole[: whole.numel() // 4 * 4].view(torch.int32)
     rest = whole[words.numel() * 4 :]
     square = words[: words.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
-    # int64 wraps around, which is what a hash may do.
+    # int64 arithmetic wraps around, which suits a hash.
     total = _weighted(square.sum(1, dtype=torch.int64)) * 31 + _weighted(
         square.sum(0, dtype=torch.int64)
     )
@@ -34,16 +34,16 @@ def digest(value: torch.Tensor) -> int:
 
 
 def digests(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """One for each parameter, as text."""
+    """Returns the digest of each parameter as text."""
     return {name: f"{digest(value) & (2**64 - 1):016x}" for name, value in named}
 
 
 def compare(told: Sequence[Mapping[str, str]], step: int) -> None:
-    """Raises where ranks hold different parameters.
+    """Raises an AgreementError if ranks hold different parameters.
 
     Args:
-        told: The digests of each rank.
-        step: For the error.
+        told: Digests of each rank.
+        step: Number of the step, for the error.
     """
     first = told[0]
     for name in first:
@@ -63,6 +63,6 @@ def compare(told: Sequence[Mapping[str, str]], step: int) -> None:
 
 
 def _weighted(values: torch.Tensor) -> torch.Tensor:
-    """A sum in which every place counts differently."""
+    """Returns a sum in which every position has its own weight."""
     places = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
     return (values * (places * 2_654_435_761 + 1)).sum()

@@ -32,6 +32,8 @@ from hipress.session.adapter import GradientSpec, StepObserver
 MAX_STEPS = 32
 """Number of steps that a `GradientTimer` keeps; the oldest are dropped."""
 CLOCKS = ("process", "thread")
+MODEL_TIMES = ("forward_s", "backward_s", "rest_s", "threads", "error")
+"""Measured fields of a model's profile beside its gradients."""
 
 
 class StepClock(StepObserver):
@@ -298,32 +300,19 @@ def measure_errors(
 
 def merged(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """Returns medians over the profiles of all ranks; names, sizes and errors are the first's."""
-    first = profiles[0]
-    of_rank = [{one.name: one.ready_s for one in profile.gradients} for profile in profiles]
-
-    def median(field_name: str) -> float:
-        return float(statistics.median(getattr(profile, field_name) for profile in profiles))
-
+    found: dict[str, Any] = {
+        name: statistics.median(getattr(profile, name) for profile in profiles)
+        for name in MODEL_TIMES
+    }
+    ready: dict[str, list[float]] = {}
+    for gradient in (gradient for profile in profiles for gradient in profile.gradients):
+        ready.setdefault(gradient.name, []).append(gradient.ready_s)
     gradients = [
-        one.model_copy(
-            update={
-                "ready_s": statistics.median(
-                    ready[one.name] for ready in of_rank if one.name in ready
-                )
-            }
-        )
-        for one in first.gradients
+        one.model_copy(update={"ready_s": statistics.median(ready[one.name])})
+        for one in profiles[0].gradients
     ]
-    return first.model_copy(
-        update={
-            "forward_s": median("forward_s"),
-            "backward_s": median("backward_s"),
-            "rest_s": median("rest_s"),
-            "threads": median("threads"),
-            "error": median("error"),
-            "gradients": tuple(sorted(gradients, key=lambda one: one.ready_s)),
-        }
-    )
+    found["gradients"] = tuple(sorted(gradients, key=lambda one: one.ready_s))
+    return profiles[0].model_copy(update=found)
 
 
 def _work_s(a: Moment, b: Moment, clock: str) -> float:
