@@ -35,6 +35,10 @@ STORAGE_BITS = {
 }
 """How an element lies in memory; `u1`, `u2` and `u4` are packed, low bits first."""
 
+PACKED = ("u1", "u2", "u4")
+RANDOM = ("uniform", "bits32")
+"""Operations that draw random numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Array:
@@ -76,6 +80,10 @@ class Expr:
     def narrow(self) -> bool:
         """Whether 32 signed bits hold every possible value of this int."""
         return -(2**31) <= self.lo and self.hi < 2**31
+
+    @property
+    def is_load(self) -> bool:
+        return self.op in ("load", "load_clamped")
 
 
 # Legal ops, and what each means. A backend renders each of them; `spec` checks them.
@@ -304,12 +312,6 @@ def pass_exprs(p: Pass) -> list[Expr]:
     return exprs
 
 
-def pass_loads(p: Pass) -> list[Array]:
-    """The arrays that a pass reads."""
-    reads = [e.attr for e in walk(pass_exprs(p)) if e.op in ("load", "load_clamped")]
-    return list(dict.fromkeys(reads))
-
-
 @dataclass(frozen=True, slots=True)
 class Require:
     """A condition on the payload; where it fails the frame is refused with `message`."""
@@ -344,7 +346,7 @@ class Kernel:
         """Whether a random number is drawn."""
         # Asked for in every call of a codec; looking at all passes takes 40 us.
         exprs = [e for p in self.passes for e in pass_exprs(p)]
-        return any(e.op in ("uniform", "bits32") for e in walk(exprs))
+        return any(e.op in RANDOM for e in walk(exprs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,40 +357,12 @@ class Section:
     scalar: bool
 
 
-def block_sizes(exprs: Iterable[Expr]) -> set[int]:
-    """The sizes of the blocks that some values are tied to."""
-    sizes: set[int] = set()
-    todo = list(exprs)
-    seen: set[Expr] = set()
-    while todo:
-        for e in walk([todo.pop()]):
-            if e in seen:
-                continue
-            seen.add(e)
-            if e.op in ("lidx", "bnum", "bstart", "blen"):
-                sizes.add(int(e.attr))
-            elif e.op == "fold" and e.attr.block is not None:
-                sizes.add(int(e.attr.block))
-                todo += e.attr.exprs
-    return sizes
+def walk(roots: Iterable[Expr], seen: set[Expr] | None = None) -> Iterator[Expr]:
+    """Yields every value below `roots` once, arguments first; reductions are not entered.
 
-
-def block_bodies(roots: Iterable[Expr]) -> list[Expr]:
-    """What the block reductions below some values are made of."""
-    found: dict[Expr, None] = {}
-    todo = list(roots)
-    while todo:
-        for e in walk([todo.pop()]):
-            if e.op == "fold" and e.attr.block is not None:
-                new = [x for x in e.attr.exprs if x not in found]
-                found.update(dict.fromkeys(new))
-                todo += new
-    return list(found)
-
-
-def walk(roots: Iterable[Expr]) -> Iterator[Expr]:
-    """Every value below `roots`, each once, arguments first (reductions are not entered)."""
-    seen: set[Expr] = set()
+    Values in `seen` are left out together with what is below them; `seen` grows on the way.
+    """
+    seen = set() if seen is None else seen
     for root in roots:
         stack = [(root, False)]
         while stack:
@@ -399,3 +373,55 @@ def walk(roots: Iterable[Expr]) -> Iterator[Expr]:
                 seen.add(e)
                 stack.append((e, True))
                 stack.extend((a, False) for a in reversed(e.args))
+
+
+def walk_all(roots: Iterable[Expr]) -> Iterator[Expr]:
+    """Yields every value that `roots` depend on: `walk`, and what `behind` returns for each."""
+    seen: set[Expr] = set()
+    todo = list(roots)
+    while todo:
+        for e in walk([todo.pop()], seen):
+            yield e
+            todo += [e.attr] if e.op == "idx" else behind(e)
+
+
+def behind(e: Expr) -> list[Expr]:
+    """Returns the values inside the reduction, filter or sort whose result `e` is."""
+    if e.op == "fold":
+        return [*e.attr.exprs, e.attr.length]
+    if e.op in ("count", "taken"):
+        return [e.attr.keep]
+    return [e.attr.value, e.attr.key] if e.op == "pick" else []
+
+
+def with_blocks(roots: Iterable[Expr]) -> list[Expr]:
+    """Returns `roots` and the values inside the block reductions below them.
+
+    Block reductions run in the same pass as the values that use them.
+    """
+    roots = list(roots)
+    found: dict[Expr, None] = {}
+    todo = list(roots)
+    while todo:
+        for e in walk([todo.pop()]):
+            if e.op == "fold" and e.attr.block is not None:
+                new = [x for x in e.attr.exprs if x not in found]
+                found.update(dict.fromkeys(new))
+                todo += new
+    return [*roots, *found]
+
+
+def block_sizes(exprs: Iterable[Expr]) -> set[int]:
+    """Returns the sizes of the blocks that some values are tied to."""
+    sizes: set[int | None] = set()
+    for e in walk(with_blocks(exprs)):
+        if e.op in ("lidx", "bnum", "bstart", "blen"):
+            sizes.add(e.attr)
+        elif e.op == "fold":
+            sizes.add(e.attr.block)
+    return {size for size in sizes if size is not None}
+
+
+def loads(roots: Iterable[Expr]) -> list[Array]:
+    """Returns the arrays that some values read, in order of first use."""
+    return list(dict.fromkeys(e.attr for e in walk(roots) if e.is_load))

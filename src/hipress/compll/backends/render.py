@@ -55,7 +55,7 @@ def print_values(
     roots = list(roots)
     uses = Counter(roots)
     order = []
-    for e in _needed(roots, known):
+    for e in walk(roots, set(known)):
         order.append(e)
         uses.update(e.args)
     texts = known
@@ -66,23 +66,6 @@ def print_values(
             out(f"{name} = {text}")
             text = name
         texts[e] = text
-
-
-def _needed(roots: list[Expr], known: dict[Expr, str]) -> list[Expr]:
-    """Values below `roots` that have no text yet, arguments first."""
-    done: set[Expr] = set(known)
-    order = []
-
-    def visit(e: Expr) -> None:
-        if e not in done:
-            done.add(e)
-            for a in e.args:
-                visit(a)
-            order.append(e)
-
-    for root in roots:
-        visit(root)
-    return order
 
 
 # How a host value reads in Python; sizes are ints of any length, the rest is double precision.
@@ -328,13 +311,4 @@ def host_values(roots: Iterable[Expr]) -> list[Expr]:
     seen: set[Expr] = set()
     for root in roots:
         visit(root, seen)
-    return list(found)
-
-
-def loads(roots: Iterable[Expr]) -> list[Array]:
-    """The arrays that some values read, in order of first use."""
-    found: dict[Array, None] = {}
-    for e in walk(roots):
-        if e.op in ("load", "load_clamped"):
-            found[e.attr] = None
     return list(found)

@@ -21,6 +21,7 @@ from hipress.compll.ir import (
     Fold,
     Require,
     Sort,
+    behind,
     block_sizes,
     walk,
 )
@@ -311,23 +312,21 @@ class Draft:
         seen: set[Expr] = set()
         todo = [value]
         while todo:
-            for e in walk([todo.pop()]):
-                if e in seen:
-                    continue
-                seen.add(e)
+            for e in walk([todo.pop()], seen):
                 if e.op in ("count", "taken") and e.attr is found:
                     return True
-                if e.op in ("load", "load_clamped"):
-                    if e.attr in mine:
-                        return True
-                    todo += self._made_of(e.attr)
-                elif e.op == "fold":
-                    todo += [*e.attr.exprs, e.attr.length]
-                elif e.op in ("count", "taken"):
-                    todo.append(e.attr.keep)
-                elif e.op == "pick":
-                    todo += [e.attr.value, e.attr.key]
+                if e.is_load and e.attr in mine:
+                    return True
+                todo += self._made_of(e.attr) if e.is_load else behind(e)
         return False
+
+    def exprs(self) -> list[Expr]:
+        """Returns every value that the kernel is asked for."""
+        out = [w.value for w in self.writes] + [value for _, _, value in self.emits]
+        out += [e for s in self.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
+        out += [e for f, _ in self.scans for e in f.exprs]
+        out += [e for s in self.spreads for e in s[1:4]]
+        return out + [r.cond for r in self.requires]
 
     def _made_of(self, array: Array) -> list[Expr]:
         """The values that an array in memory was written from."""

@@ -257,7 +257,7 @@ class Graph:
             return self.to_float(args[0])
         if e.op == "int":
             return self.to_int(args[0])
-        if e.op in ("load", "load_clamped"):
+        if e.is_load:
             return self.load(e.attr, args[0])
         if e.op in ("land", "lor"):
             return self.logic(e.op, *args)

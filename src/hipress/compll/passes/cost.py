@@ -69,7 +69,7 @@ def _moved(p: Pass) -> tuple[set[Array], set[Array]]:
     reads = {
         e.attr
         for e in walk(pass_exprs(p))
-        if e.op in ("load", "load_clamped") and e.args[0].op == "idx" and _is_n(domain(p))
+        if e.is_load and e.args[0].op == "idx" and _is_n(domain(p))
     }
     if isinstance(p, Scan):
         return reads, {p.array}

@@ -38,7 +38,8 @@ from hipress.compll.ir import (
     Section,
     Select,
     Sorting,
-    pass_loads,
+    loads,
+    pass_exprs,
     pass_stores,
     walk,
 )
@@ -411,7 +412,7 @@ def _memory(part: Part) -> Array:
 def _told_first(draft: Draft, new: Expr) -> Expr:
     """A state's new value; one that reads states at other indices is told before any is written."""
     g = draft.graph
-    reads = [e for e in walk([new]) if e.op in ("load", "load_clamped")]
+    reads = [e for e in walk([new]) if e.is_load]
     aside = [e for e in reads if e.args[0].op != "idx" and e.attr.name.startswith(_STATES)]
     if not aside:
         return new
@@ -425,7 +426,7 @@ def _used(passes: tuple[Pass, ...]) -> set[Array]:
     sorts = [p.sort for p in passes if isinstance(p, Select | Sorting)]
     used = {a for s in sorts for a in (s.values, s.keys) if a is not None}
     for p in passes:
-        used.update(pass_loads(p), (s.array for s in pass_stores(p)))
+        used.update(loads(pass_exprs(p)), (s.array for s in pass_stores(p)))
         if isinstance(p, Scan | Scatter):
             used.add(p.array)
     return used

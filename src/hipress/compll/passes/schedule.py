@@ -8,7 +8,7 @@ pass: the block is still in cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hipress.compll.front.arrays import Draft, Write
@@ -32,6 +32,8 @@ from hipress.compll.ir import (
     pass_exprs,
     pass_stores,
     walk,
+    walk_all,
+    with_blocks,
 )
 
 
@@ -55,14 +57,6 @@ def block_of(exprs: Iterable[Expr]) -> int | None:
     sizes = block_sizes(exprs)
     assert len(sizes) <= 1, "blocks of two sizes in one value"
     return next(iter(sizes), None)
-
-
-def _deep(exprs: Iterable[Expr]) -> Iterator[Expr]:
-    """Every value, those inside block reductions too: they run in the same pass."""
-    for e in walk(exprs):
-        yield e
-        if e.op == "fold" and e.attr.block is not None:
-            yield from _deep(e.attr.exprs)
 
 
 @dataclass(eq=False)
@@ -140,42 +134,16 @@ class _Scheduler:
 
     # What there is to do.
 
-    def _all_exprs(self) -> list[Expr]:
-        d = self.draft
-        out = [w.value for w in d.writes] + [value for _, _, value in d.emits]
-        out += [e for s in d.sorts for e in (s.value, s.key, *s.ranks)]
-        out += [e for f, _ in d.scans for e in f.exprs]
-        out += [e for _, length, index, value, _ in d.spreads for e in (length, index, value)]
-        return out + [r.cond for r in d.requires]
-
-    def _reachable(self) -> Iterator[Expr]:
-        """Every value the kernel computes, inside reductions and filters too."""
-        seen: set[object] = set()
-        todo = self._all_exprs()
-        while todo:
-            e = todo.pop()
-            for x in walk([e]):
-                if x in seen:
-                    continue
-                seen.add(x)
-                yield x
-                if x.op == "fold":
-                    todo += x.attr.exprs
-                elif x.op in ("count", "taken"):
-                    todo.append(x.attr.keep)
-                elif x.op == "idx":
-                    todo.append(x.attr)
-                elif x.op == "pick":
-                    todo += [x.attr.value, x.attr.key]
-
     def _global_folds(self) -> list[Fold]:
-        found = {x.attr: None for x in self._reachable() if x.op == "fold"}
+        found = {x.attr: None for x in walk_all(self.draft.exprs()) if x.op == "fold"}
         folds = [f for f in found if f.block is None]
         return sorted(folds, key=self._level)
 
     def _filters(self) -> list[Filter]:
         found = {f: None for f, _, _ in self.draft.emits}
-        found.update({x.attr: None for x in self._reachable() if x.op in ("count", "taken")})
+        found.update(
+            {x.attr: None for x in walk_all(self.draft.exprs()) if x.op in ("count", "taken")}
+        )
         return list(found)
 
     def _outputs(self) -> list[Write]:
@@ -207,7 +175,7 @@ class _Scheduler:
 
     def _wait(self, exprs: Iterable[Expr], within: Filter | None = None) -> int:
         level = 0
-        for e in _deep(exprs):
+        for e in walk(with_blocks(exprs)):
             if e.op == "fold" and e.attr.block is None:
                 level = max(level, self._level(e.attr) + 1)
             elif e.op == "pick":
@@ -216,7 +184,7 @@ class _Scheduler:
                 level = max(level, self._level(e.attr) + 1)
             elif e.op == "taken" and e.attr is not within:
                 level = max(level, self._level(e.attr))
-            elif e.op in ("load", "load_clamped") and e.attr in self.written_by:
+            elif e.is_load and e.attr in self.written_by:
                 if e.attr not in self.states:
                     level = max(level, self._level(self.written_by[e.attr]) + 1)
             elif e.op == "idx":
@@ -262,7 +230,7 @@ class _Scheduler:
 
     @staticmethod
     def _asks_taken(exprs: Iterable[Expr]) -> set[Filter]:
-        return {e.attr for e in _deep(exprs) if e.op == "taken"}
+        return {e.attr for e in walk(with_blocks(exprs)) if e.op == "taken"}
 
     @staticmethod
     def _knows(p: _Open, taken: set[Filter]) -> bool:
@@ -326,8 +294,8 @@ class _Scheduler:
 
     def _reads_state(self, exprs: Iterable[Expr], *, aside: bool = False) -> bool:
         """Whether a state is read (with `aside`: at another index than the element's own)."""
-        for e in _deep(exprs):
-            if e.op in ("load", "load_clamped") and e.attr in self.states:
+        for e in walk(with_blocks(exprs)):
+            if e.is_load and e.attr in self.states:
                 if not aside or e.args[0].op != "idx":
                     return True
         return False
@@ -373,28 +341,12 @@ class _Scheduler:
 def _drop_unread(draft: Draft) -> None:
     """Removes memory between passes that nothing reads after all."""
     while True:
-        exprs = [w.value for w in draft.writes] + [value for _, _, value in draft.emits]
-        exprs += [e for s in draft.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
-        exprs += [e for f, _ in draft.scans for e in f.exprs]
-        exprs += [e for s in draft.spreads for e in s[1:4]] + [r.cond for r in draft.requires]
         read: set[Array] = set()
-        seen: set[Expr] = set()
-        while exprs:
-            for e in walk([exprs.pop()]):
-                if e in seen:
-                    continue
-                seen.add(e)
-                if e.op in ("load", "load_clamped"):
-                    read.add(e.attr)
-                elif e.op == "fold":
-                    exprs += [*e.attr.exprs, e.attr.length]
-                elif e.op in ("count", "taken"):
-                    exprs.append(e.attr.keep)
-                elif e.op == "idx":
-                    exprs.append(e.attr)
-                elif e.op == "pick":
-                    exprs += [e.attr.value, e.attr.key]
-                    read.add(e.attr.values)
+        for e in walk_all(draft.exprs()):
+            if e.is_load:
+                read.add(e.attr)
+            elif e.op == "pick":
+                read.add(e.attr.values)
         idle = set(draft.temps) - read
         before = len(draft.writes) + len(draft.emits) + len(draft.scans) + len(draft.spreads)
         draft.writes[:] = [w for w in draft.writes if w.array not in idle]
@@ -410,8 +362,8 @@ def validate(passes: Iterable[Pass], given: Iterable[Array]) -> None:
     """Our own invariant: memory is written before it is read."""
     ready = set(given)
     for p in passes:
-        for e in _deep(pass_exprs(p)):
-            if e.op in ("load", "load_clamped"):
+        for e in walk(with_blocks(pass_exprs(p))):
+            if e.is_load:
                 assert e.attr in ready, f"{e.attr.name} is read before it is written"
         ready.update(s.array for s in pass_stores(p))
         if isinstance(p, Scan | Scatter):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hipress.compll.backends.render import Lines
 from hipress.compll.front import ast
@@ -31,6 +31,7 @@ from hipress.compll.ir import (
     Sort,
     Sorting,
     Store,
+    walk,
 )
 from hipress.compll.passes.cost import cost, domain
 
@@ -310,7 +311,7 @@ class _Printer:
     ) -> tuple[str, ...]:
         """The text of each root; a value that is used twice is printed first, with a name."""
         texts = {**self.sizes, **(known or {})}
-        order = _unknown(roots, texts)
+        order = list(walk(roots, set(texts)))
         uses = Counter(a for e in order for a in e.args) + Counter(set(roots))
         for e in order:
             text = self._spell(e, [texts[a] for a in e.args])
@@ -379,19 +380,3 @@ def _is_leaf(e: Expr) -> bool:
 def _element_roots(folds: Sequence[Fold], stores: Sequence[Store]) -> list[Expr]:
     """What reductions and stores need for each element."""
     return [e for f in folds for e in (f.body, f.init)] + [s.value for s in stores]
-
-
-def _unknown(roots: Iterable[Expr], known: Mapping[Expr, object]) -> list[Expr]:
-    """Values below `roots` that have no text yet, arguments first; what is known is not entered."""
-    seen: set[Expr] = set(known)
-    order: list[Expr] = []
-    todo = [(root, False) for root in reversed(list(roots))]
-    while todo:
-        e, ready = todo.pop()
-        if ready:
-            order.append(e)
-        elif e not in seen:
-            seen.add(e)
-            todo.append((e, True))
-            todo.extend((a, False) for a in reversed(e.args))
-    return order

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from hipress.compll.backends.cpu.shared import Known, Shared, maximal
 from hipress.compll.backends.cpu.spell import PACKED, RANDOM, loaded, rep, stored, wide
-from hipress.compll.backends.render import Lines, Spell, loads, print_values
+from hipress.compll.backends.render import Lines, Spell, print_values
 from hipress.compll.ir import (
     STORAGE_BITS,
     Array,
@@ -20,8 +20,9 @@ from hipress.compll.ir import (
     Fold,
     Scatter,
     Store,
-    block_bodies,
+    loads,
     walk,
+    with_blocks,
 )
 
 
@@ -92,7 +93,7 @@ class Loops:
         for e, name in self.draws.items():
             rng = "rng" if len(e.args) == 1 else f"_keyed({known[e.args[1]]})"
             out(f"_{e.op}s({name}, m, a, {e.attr}, {rng})")
-        for e in walk([*self.roots, *block_bodies(self.roots)]):
+        for e in walk(with_blocks(self.roots)):
             block = {"bnum": "t", "bstart": "a", "blen": "m"}.get(e.op)
             if block is not None:
                 known[e] = f"{rep(e)}({block})"
@@ -128,7 +129,7 @@ class Loops:
         if f.kind == "sum" and f.init.op == "const" and f.init.attr == 0:
             text = result
         name = self.shared.named(text, out)
-        for e in walk([*self.roots, *block_bodies(self.roots)]):
+        for e in walk(with_blocks(self.roots)):
             if e.op == "fold" and e.attr is f:
                 known[e] = name
         self._block_values(out, known)
@@ -370,7 +371,7 @@ class Loops:
                 name = self.draws[e]
                 args[name] = None
                 return f"{name}[i]" if e.op == "uniform" else f"i64({name}[i])"
-            if e.op in ("load", "load_clamped"):
+            if e.is_load:
                 args[e.attr.name] = None
                 if e.attr.storage in PACKED:
                     args["I"] = None  # its length is there
@@ -417,5 +418,5 @@ class Loops:
 
 def _aligned(roots: list[Expr]) -> list[Expr]:
     """The loads of an element's own index, inside block reductions too."""
-    found = walk([*roots, *block_bodies(roots)])
+    found = walk(with_blocks(roots))
     return [e for e in found if e.op == "load" and e.args[0].op == "idx"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hipress.compll.backends.cpu.loops import Loops, exact
 from hipress.compll.backends.cpu.shared import MAX_RANGES, Known, Record, Shared, Step, maximal
 from hipress.compll.backends.cpu.spell import RANDOM, rep, stored, wide
-from hipress.compll.backends.render import Lines, loads
+from hipress.compll.backends.render import Lines
 from hipress.compll.ir import (
     Array,
     Compact,
@@ -20,6 +20,7 @@ from hipress.compll.ir import (
     Scatter,
     Select,
     Sorting,
+    loads,
     pass_exprs,
     pass_folds,
     pass_stores,

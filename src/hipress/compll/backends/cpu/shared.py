@@ -119,7 +119,7 @@ class Shared:
 
     def spell(self, e: Expr, args: list[str]) -> str:
         """`spell`, and the ops that need memory or random numbers."""
-        if e.op in ("load", "load_clamped"):
+        if e.is_load:
             array: Array = e.attr
             if array.storage in PACKED and e.args[0].op != "const":
                 bits = STORAGE_BITS[array.storage]

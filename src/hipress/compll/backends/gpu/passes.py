@@ -6,7 +6,7 @@ from hipress.compll.backends.gpu.points import WORDS, marked_words, print_points
 from hipress.compll.backends.gpu.shared import Known, Launch, Shared, identity
 from hipress.compll.backends.gpu.spell import RANDOM, TYPES, cast, loaded, stored, wide
 from hipress.compll.backends.gpu.tiles import Tile, combined, domain, print_kernel
-from hipress.compll.backends.render import Lines, loads
+from hipress.compll.backends.render import Lines
 from hipress.compll.ir import (
     Array,
     Compact,
@@ -21,6 +21,7 @@ from hipress.compll.ir import (
     Select,
     Sorting,
     Store,
+    loads,
     pass_exprs,
     pass_folds,
     pass_stores,
@@ -275,7 +276,7 @@ def _late(shared: Shared, p: Compact) -> dict[Expr, Array] | None:
         if e.op == "select" and e.args[0].op == "finite" and e.args[2].op == "load":
             todo += e.args[:2]
             continue
-        if e.op in ("load", "load_clamped") and e.attr in states:
+        if e.is_load and e.attr in states:
             return None
         todo += e.args
     return left

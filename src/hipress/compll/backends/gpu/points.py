@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hipress.compll.backends.gpu.shared import Known, Launch, Shared
 from hipress.compll.backends.gpu.spell import RANDOM, cast, loaded, rep, stored
 from hipress.compll.backends.gpu.tiles import Tile, print_kernel
-from hipress.compll.backends.render import Lines, loads, print_values
+from hipress.compll.backends.render import Lines, print_values
 from hipress.compll.ir import (
     Array,
     Compact,
@@ -21,6 +21,7 @@ from hipress.compll.ir import (
     Phase,
     Scatter,
     Store,
+    loads,
     pass_exprs,
     pass_stores,
     walk,
@@ -123,7 +124,7 @@ def _values(
             if e.attr in late.values():  # where the new value is not finite; it is
                 return "0.0"
             return loaded(e.attr, f"tl.load({e.attr.name} + i, mask=taken)")
-        if e.op in ("load", "load_clamped"):
+        if e.is_load:
             return shared.loaded(e, args[0], ", mask=taken")
         return shared.spell(e, args)
 
@@ -180,9 +181,7 @@ def _corrected(shared: Shared, p: Scatter, loop: Loop, values: Array) -> Correct
     if loop.block is not None or len(loop.phases) != 1 or loop.block_stores:
         return None
     g, phase = shared.graph, loop.phases[0]
-    reads = [
-        e for e in walk(pass_exprs(loop)) if e.op in ("load", "load_clamped") and e.attr is p.array
-    ]
+    reads = [e for e in walk(pass_exprs(loop)) if e.is_load and e.attr is p.array]
     if len(reads) != 1 or reads[0].op != "load" or reads[0].args[0].op != "idx":
         return None
     read = reads[0]

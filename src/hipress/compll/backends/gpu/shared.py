@@ -163,7 +163,7 @@ class Shared:
 
     def spell(self, e: Expr, args: list[str]) -> str:
         """`spell`, and the ops that need memory or random numbers."""
-        if e.op in ("load", "load_clamped"):
+        if e.is_load:
             return self.loaded(e, args[0])
         if e.op in RANDOM:
             rng = "rng" if len(args) == 1 else f"_keyed({args[1]})"

@@ -21,8 +21,8 @@ from hipress.compll.backends.gpu.spell import (
     stored,
     wide,
 )
-from hipress.compll.backends.render import Lines, loads, print_values
-from hipress.compll.ir import STORAGE_BITS, Array, Expr, Fold, Store, block_bodies, walk
+from hipress.compll.backends.render import Lines, print_values
+from hipress.compll.ir import STORAGE_BITS, Array, Expr, Fold, Store, loads, walk, with_blocks
 from hipress.errors import BackendError
 
 ELEMENTS = 4096
@@ -102,7 +102,7 @@ class Tile:
     def open(self, name: str, out: Lines, arrays: Iterable[Array], more: str = "") -> Known:
         """Prints the head of the function; gives the texts of what comes from outside."""
         shared = self.shared
-        everything = [*self.roots, *block_bodies(self.roots)]
+        everything = with_blocks(self.roots)
         wanted = [*loads([self.length]), *loads(everything), *arrays]
         shared.tile_head(name, out, wanted, self.units, f"{more}, TAIL: tl.constexpr")
         known = shared.known([self.length, *everything])
@@ -163,7 +163,7 @@ class Tile:
         aligned = bool(e.args) and e.args[0].op == "idx"
         if e.op == "load" and aligned:
             return self._own(e.attr)
-        if e.op in ("load", "load_clamped"):
+        if e.is_load:
             there = f", mask=block * {self.block} < length" if e.variance == 1 else ""
             mask = ", mask=live" if e.variance == 2 else there
             return self.shared.loaded(e, args[0], mask)
@@ -265,7 +265,7 @@ class Tile:
                 init = cast(f"({init})", wide(f.type))
                 result = combined(self.shared, f, init, f"({result})")
             name = self._named(result, out)
-            for e in walk([*self.roots, *block_bodies(self.roots)]):
+            for e in walk(with_blocks(self.roots)):
                 if e.op == "fold" and e.attr is f:
                     known[e] = name if f.type == "float" else self._named(cast(name, rep(e)), out)
 
@@ -392,4 +392,4 @@ def _power_above(number: int) -> int:
 
 
 def _all(roots: list[Expr]) -> list[Expr]:
-    return [*roots, *block_bodies(roots)]
+    return with_blocks(roots)

@@ -163,7 +163,7 @@ class _Printer:
         if e.host:
             text = slot_text(e, self.kernel.params)
             return text if e.type == "bool" else f"{'f32' if e.type == 'float' else 'i64'}({text})"
-        if e.op in ("load", "load_clamped"):
+        if e.is_load:
             return self._load(e, args[0])
         if e.op == "idx":
             return "np.arange(a, a + m)" if self.block else f"np.arange({self._len(e.attr)})"
