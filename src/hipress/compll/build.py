@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from hipress import settings
-from hipress.compll.backends.render import HOST_PRELUDE, body_bytes_source
+from hipress.compll.backends.host import HOST_PRELUDE, body_bytes_source
 from hipress.compll.front import ast, check
 from hipress.compll.front.parse import fail, parse
 from hipress.compll.front.scope import Param, ParamValue
