@@ -310,13 +310,7 @@ class Expressions:
             if not isinstance(func, Func):
                 self.fail(node, f"{node.name!r} is {self.what(func)} here, not a function")
             return self.apply(node, func, [self.scalar(a, env) for a in node.args], None)
-        operator = operators.OPERATORS.get(node.name)
-        if operator is None:
-            known = ", ".join(sorted(operators.OPERATORS))
-            self.fail(node, f"{node.name!r} is not a function; operators: {known}")
-        if self.lambdas and node.name in operators.WHOLE:
-            self.fail(node, f"{node.name} works on whole arrays; do it before the lambda")
-        return operator(self, node, env)
+        return operators.call(self, node, env)
 
     def apply(
         self, node: ast.Node, func: Func, args: Sequence[Expr], position: Expr | None

@@ -51,15 +51,6 @@ def retyped(player: Expressions, value: ArrayValue, elem: ElemType) -> ArrayValu
     return Computed(value.length, elem, lambda i: convert(g, value.at(i), elem))
 
 
-def _arity(player: Expressions, node: ast.Call, least: int, most: int | None = None) -> None:
-    most = least if most is None else most
-    if not least <= len(node.args) <= most:
-        takes = str(least) if least == most else f"{least} to {most}"
-        if most >= 99:
-            takes = f"at least {least}"
-        player.fail(node, f"{node.name} takes {takes} arguments; {len(node.args)} were given")
-
-
 def _domain(player: Expressions, length: Expr) -> Expr:
     """The index that runs over an array of this length."""
     if length.op == "blen":
@@ -105,13 +96,9 @@ def _function(player: Expressions, node: ast.Expr, env: Env, num_args: int) -> C
 
 
 def _apply_builtin(player: Expressions, name: str, args: list[Expr]) -> Expr:
+    g, value = player.graph, args[0]
     if name in ("min", "max"):
-        return player.graph.binary(name, *player.same(*args))
-    return _elementary(player, name, args[0])
-
-
-def _elementary(player: Expressions, name: str, value: Expr) -> Expr:
-    g = player.graph
+        return g.binary(name, *player.same(*args))
     if value.type == "bool":
         value = g.to_int(value)
     if name == "floor" and value.type == "int":
@@ -132,7 +119,6 @@ def _returns(player: Expressions, node: ast.Expr, env: Env, of: ElemType) -> Ele
 
 def map_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`map(a, ..., f)`: f of the elements at each index."""
-    _arity(player, node, 2, 99)
     arrays = [player.array(a, env) for a in node.args[:-1]]
     f = _function(player, node.args[-1], env, len(arrays))
     elem = _returns(player, node.args[-1], env, arrays[0].elem)
@@ -166,7 +152,6 @@ def map_(player: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def range_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`range(n)`: 0, 1, ... n - 1."""
-    _arity(player, node, 1)
     return Computed(player.size(node.args[0], env), INT, lambda ix: ix)
 
 
@@ -189,12 +174,9 @@ def _folding(
     combine = convert(g, f([carry, item], None), elem)
     player.reducing = False
     kinds = {
-        g.binary("add", carry, item): "sum",
-        g.binary("add", item, carry): "sum",
-        g.binary("max", carry, item): "max",
-        g.binary("max", item, carry): "max",
-        g.binary("min", carry, item): "min",
-        g.binary("min", item, carry): "min",
+        g.binary(op, *pair): kind
+        for op, kind in (("add", "sum"), ("max", "max"), ("min", "min"))
+        for pair in ((carry, item), (item, carry))
     }
     kind = kinds.get(combine, "fold")
     block = array.length.attr if array.length.op == "blen" else None
@@ -220,7 +202,6 @@ def _same_types(player: Expressions, node: ast.Expr, env: Env, elem: ElemType) -
 
 def reduce_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`reduce(a, init, f)`: f must be associative; the order is the backend's."""
-    _arity(player, node, 3)
     fold, elem = _folding(player, node, env, player.array(node.args[0], env))
     return Scalar(player.draft.graph.fold(_shared(player, fold)), elem)
 
@@ -233,7 +214,6 @@ def _shared(player: Expressions, fold: Fold) -> Fold:
 
 def scan_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scan(a, init, f)`: all the partial results of `reduce`, the first including a[0]."""
-    _arity(player, node, 3)
     array = player.array(node.args[0], env)
     _not_in_blocks(player, node, array)
     with player.draft.unblocked():
@@ -243,7 +223,6 @@ def scan_(player: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def filter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`filter(a, keep[, capacity])`: elements that pass, in order; surplus is left out."""
-    _arity(player, node, 2, 3)
     array = player.array(node.args[0], env)
     _not_in_blocks(player, node, array)
     if isinstance(array, Kept):
@@ -262,7 +241,6 @@ def filter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def sort_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sort(a[, key])`: ascending by element or by key; equal ones keep their order."""
-    _arity(player, node, 1, 2)
     array = player.array(node.args[0], env)
     _not_in_blocks(player, node, array)
     draft, ix = player.draft, _domain(player, array.length)
@@ -282,7 +260,6 @@ def sort_(player: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def sample_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sample(a, m[, key])`: one element drawn at random from each of m equal stretches of a."""
-    _arity(player, node, 2, 3)
     key = _key(player, node.args[2], env) if len(node.args) == 3 else None
     array = player.array(node.args[0], env)
     _not_in_blocks(player, node, array)
@@ -297,20 +274,25 @@ def sample_(player: Expressions, node: ast.Call, env: Env) -> Binding:
         # The first n % m stretches have one element more; no division per element.
         start = g.binary("add", g.binary("mul", ix, width), g.binary("min", ix, rest))
         size = g.binary("add", width, g.to_int(g.binary("lt", ix, rest)))
-        draw = g.binary("shr", g.binary("mul", g.bits32(ix, site, key), size), g.const(32))
+        draw = g.binary(
+            "shr", g.binary("mul", g.random("bits32", ix, site, key), size), g.const(32)
+        )
         return array.at(g.binary("add", start, draw))
 
     probe = g.idx(n)
     return Computed(m, array.elem, at, distinct=array.at(probe) is probe)
 
 
+def _check_indices(player: Expressions, node: ast.Expr, index: ArrayValue) -> None:
+    if index.elem.kind not in ("int", "uint"):
+        player.fail(node, f"indices are ints; this is {index.elem}*")
+
+
 def gather_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`gather(a, index)`: a[index[0]], a[index[1]], ..."""
-    _arity(player, node, 2)
     array, index = player.array(node.args[0], env), player.array(node.args[1], env)
     _not_in_blocks(player, node, index)
-    if index.elem.kind not in ("int", "uint"):
-        player.fail(node.args[1], f"indices are ints; this is {index.elem}*")
+    _check_indices(player, node.args[1], index)
     if isinstance(index, Kept):
         source, found = index.source, index.filter
         kept = Kept(player.draft, found, array.elem, lambda i: element(player, array, source(i)))
@@ -321,11 +303,9 @@ def gather_(player: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def scatter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scatter(index, value, size)`: zeros, with each value added at its index."""
-    _arity(player, node, 3)
     index, value = player.array(node.args[0], env), player.array(node.args[1], env)
     _not_in_blocks(player, node, index)
-    if index.elem.kind not in ("int", "uint"):
-        player.fail(node.args[0], f"indices are ints; this is {index.elem}*")
+    _check_indices(player, node.args[0], index)
     if index.length is not value.length:
         player.fail(
             node,
@@ -338,7 +318,6 @@ def scatter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def first_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`first(a, count)`: the first `count` elements; more than there are is an error."""
-    _arity(player, node, 2)
     array, count = player.array(node.args[0], env), player.scalar(node.args[1], env)
     _not_in_blocks(player, node, array)
     if count.type != "int":
@@ -362,7 +341,6 @@ def first_(player: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def blocks_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """`blocks(n, size)`: how many blocks of `size` hold n elements."""
-    _arity(player, node, 2)
     g = player.graph
     n, size = (player.size(a, env) for a in node.args)
     return Scalar(
@@ -377,7 +355,6 @@ def random_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     """
     g = player.graph
     assert node.of is not None
-    _arity(player, node, 2, 3)
     key = _key(player, node.args[2], env) if len(node.args) == 3 else None
     elem = player.elem(node.of, env)
     if node.of.array or elem.kind not in ("float", "int"):
@@ -387,7 +364,7 @@ def random_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     site = _site(player, node, key)
     if elem.kind == "float":
         a, b = g.to_float(a), g.to_float(b)
-        u = g.uniform(position, site, key)
+        u = g.random("uniform", position, site, key)
         if a is g.const(0.0) and b is g.const(1.0):
             return Scalar(u, FLOAT)
         return Scalar(g.binary("add", a, g.binary("mul", u, g.binary("sub", b, a))), FLOAT)
@@ -395,7 +372,9 @@ def random_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     # At most 2**31 - 1 wide: the product with 32 random bits then fits 63.
     width = g.binary("max", g.binary("sub", b, a), g.const(0))
     width = g.binary("min", width, g.const(2**31 - 1))
-    draw = g.binary("shr", g.binary("mul", g.bits32(position, site, key), width), g.const(32))
+    draw = g.binary(
+        "shr", g.binary("mul", g.random("bits32", position, site, key), width), g.const(32)
+    )
     return Scalar(g.binary("add", a, draw), INT)
 
 
@@ -424,12 +403,10 @@ def _key(player: Expressions, node: ast.Expr, env: Env) -> Expr:
 
 
 def _elementwise(player: Expressions, node: ast.Call, env: Env) -> Binding:
-    _arity(player, node, 1)
-    return player.number(_elementary(player, node.name, player.scalar(node.args[0], env)))
+    return player.number(_apply_builtin(player, node.name, [player.scalar(node.args[0], env)]))
 
 
-def _least(player: Expressions, node: ast.Call, env: Env) -> Binding:
-    _arity(player, node, 2, 99)
+def _extreme(player: Expressions, node: ast.Call, env: Env) -> Binding:
     values = [player.scalar(a, env) for a in node.args]
     result = values[0]
     for value in values[1:]:
@@ -450,28 +427,39 @@ WHOLE = frozenset(
 )
 """Operators that make or use whole arrays: not for inside a lambda, once per element."""
 
-OPERATORS: dict[str, Operator] = {
-    "map": map_,
-    "range": range_,
-    "reduce": reduce_,
-    "scan": scan_,
-    "filter": filter_,
-    "sort": sort_,
-    "sample": sample_,
-    "gather": gather_,
-    "scatter": scatter_,
-    "first": first_,
-    "blocks": blocks_,
-    "random": random_,
-    "concat": _misplaced,
-    "extract": _misplaced,
-    "floor": _elementwise,
-    "abs": _elementwise,
-    "sqrt": _elementwise,
-    "exp2": _elementwise,
-    "log2": _elementwise,
-    "sign": _elementwise,
-    "exponent": _elementwise,
-    "min": _least,
-    "max": _least,
+ANY = 99
+
+OPERATORS: dict[str, tuple[Operator, int, int]] = {
+    "map": (map_, 2, ANY),
+    "range": (range_, 1, 1),
+    "reduce": (reduce_, 3, 3),
+    "scan": (scan_, 3, 3),
+    "filter": (filter_, 2, 3),
+    "sort": (sort_, 1, 2),
+    "sample": (sample_, 2, 3),
+    "gather": (gather_, 2, 2),
+    "scatter": (scatter_, 3, 3),
+    "first": (first_, 2, 2),
+    "blocks": (blocks_, 2, 2),
+    "random": (random_, 2, 3),
+    "concat": (_misplaced, 0, ANY),
+    "extract": (_misplaced, 0, ANY),
+    **{name: (_elementwise, 1, 1) for name, num_args in _BUILTIN.items() if num_args == 1},
+    **{name: (_extreme, 2, ANY) for name in ("min", "max")},
 }
+"""Each operator: its function, and the fewest and the most arguments it takes."""
+
+
+def call(player: Expressions, node: ast.Call, env: Env) -> Binding:
+    """Calls the operator that `node` names."""
+    if node.name not in OPERATORS:
+        known = ", ".join(sorted(OPERATORS))
+        player.fail(node, f"{node.name!r} is not a function; operators: {known}")
+    if player.lambdas and node.name in WHOLE:
+        player.fail(node, f"{node.name} works on whole arrays; do it before the lambda")
+    operator, least, most = OPERATORS[node.name]
+    if not least <= len(node.args) <= most:
+        takes = str(least) if least == most else f"{least} to {most}"
+        takes = f"at least {least}" if most == ANY else takes
+        player.fail(node, f"{node.name} takes {takes} arguments; {len(node.args)} were given")
+    return operator(player, node, env)
