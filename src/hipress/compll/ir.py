@@ -105,34 +105,16 @@ OPS = {
     "taken": "whether the filter attr let this element through",
     "pick": "element args[0] of the sorted array attr",
     "flagged": "whether frame number attr says that it holds a NaN or an infinity",
-    "add": "",
-    "sub": "",
-    "mul": "",
+    **dict.fromkeys(
+        ("add", "sub", "mul", "shl", "shr", "and", "or", "xor", "inv", "neg"), "as in C"
+    ),
     "div": "of floats",
     "idiv": "of ints, towards zero, as in C; by zero gives 0",
     "imod": "the sign of the dividend, as in C; by zero gives 0",
-    "shl": "",
-    "shr": "",
-    "and": "",
-    "or": "",
-    "xor": "",
-    "inv": "",
-    "neg": "",
-    "lt": "",
-    "le": "",
-    "eq": "",
-    "ne": "",
-    "not": "",
-    "land": "",
-    "lor": "",
+    **dict.fromkeys(("lt", "le", "eq", "ne"), "compares"),
+    **dict.fromkeys(("not", "land", "lor"), "of bools"),
     "select": "args[1] if args[0] else args[2]",
-    "min": "",
-    "max": "",
-    "abs": "",
-    "floor": "",
-    "sqrt": "",
-    "exp2": "",
-    "log2": "",
+    **dict.fromkeys(("min", "max", "abs", "floor", "sqrt", "exp2", "log2"), "as in Python's math"),
     "sign": "-1, 0 or 1",
     "exponent": "of a float: floor(log2(abs(x))); -150 for 0, 128 for NaN and infinities",
     "power": "2.0 to an int from -126 to 127, exact",
@@ -281,14 +263,14 @@ Pass = Loop | Compact | Select | Sorting | Scan | Scatter | Scalars
 
 
 def pass_folds(p: Pass) -> list[Fold]:
-    """The reductions that a pass computes."""
+    """Returns the reductions that a pass computes."""
     if isinstance(p, Loop):
         return [f for phase in p.phases for f in phase.folds]
     return list(p.folds) if isinstance(p, Compact) else []
 
 
 def pass_stores(p: Pass) -> list[Store]:
-    """What a pass writes, element by element or block by block."""
+    """Returns what a pass writes, element by element or block by block."""
     if isinstance(p, Loop):
         return [s for phase in p.phases for s in phase.stores] + list(p.block_stores)
     if isinstance(p, Compact):
@@ -297,7 +279,7 @@ def pass_stores(p: Pass) -> list[Store]:
 
 
 def pass_exprs(p: Pass) -> list[Expr]:
-    """Every value that a pass computes, those inside its reductions among them."""
+    """Returns every value that a pass computes, those inside its reductions among them."""
     exprs = [e for f in pass_folds(p) for e in f.exprs] + [s.value for s in pass_stores(p)]
     if isinstance(p, Loop):
         exprs.append(p.length)
@@ -327,16 +309,16 @@ class Kernel:
     name: str
     passes: tuple[Pass, ...]
     sections: tuple[Section, ...]
-    states: tuple[Array, ...]
     temps: tuple[Array, ...]
     limits: dict[Expr, Expr]
     """Largest value, known to the host, of each length that is not."""
-    input: Array | None
-    output: Array | None
-    requires: tuple[Require, ...]
     params: tuple[str, ...]
     """Float parameters, in the order they are passed."""
-    nonfinite: Fold | None
+    states: tuple[Array, ...] = ()
+    input: Array | None = None
+    output: Array | None = None
+    requires: tuple[Require, ...] = ()
+    nonfinite: Fold | None = None
     """Tells whether the encoded values hold a NaN or an infinity."""
     frames: tuple[tuple[Section, ...], ...] = ()
     """Payloads that are read: of each frame that is merged, its sections."""

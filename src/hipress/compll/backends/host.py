@@ -105,7 +105,7 @@ def _align(num_bytes):
 
 
 def host_text(e: Expr, params: tuple[str, ...]) -> str:
-    """A host value as a Python expression of `n` and `params`."""
+    """Returns a host value as a Python expression of `n` and `params`."""
     if e.op == "n":
         return "n"
     if e.op == "const":
@@ -121,7 +121,7 @@ def host_text(e: Expr, params: tuple[str, ...]) -> str:
 
 
 def slot_text(e: Expr, params: tuple[str, ...]) -> str:
-    """A host value as a kernel takes it, where an int has 64 bits and wraps."""
+    """Returns a host value as a kernel takes it, where an int has 64 bits and wraps."""
     text = host_text(e, params)
     return f"_host_wrap({text})" if _is_large(e) else text
 
@@ -189,7 +189,7 @@ def layout(kernel: Kernel, out: Lines) -> list[Place]:
 
 
 def body_bytes_source(kernel: Kernel, name: str = "body_bytes") -> str:
-    """A function from (n, params) to the bytes of a payload's body."""
+    """Returns a function from (n, params) to the bytes of a payload's body."""
     out = Lines()
     out(f"def {name}(n, params):")
     out.depth += 1

@@ -256,7 +256,7 @@ class MachinePrinter(Printer):
         return self.combined_by_program(f, a, b, out)
 
     def combined_by_program(self, f: Fold, a: str, b: str, out: Lines) -> str:
-        """The same for a function that the program gives."""
+        """Returns the same for a function that the program gives."""
         raise NotImplementedError
 
 

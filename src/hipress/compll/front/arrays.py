@@ -56,7 +56,7 @@ BOOL = ElemType("uint", 1)
 
 
 def convert(graph: Graph, value: Expr, elem: ElemType) -> Expr:
-    """`value` as an element of this type (a `uint` saturates)."""
+    """Returns `value` as an element of this type (a `uint` saturates)."""
     if elem.kind == "float":
         return graph.to_float(value)
     if elem.kind == "int":
@@ -75,7 +75,7 @@ class ArrayValue(Protocol):
     @property
     def elem(self) -> ElemType: ...
     def at(self, ix: Expr) -> Expr:
-        """The element at `ix`."""
+        """Returns the element at `ix`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ class Draft:
             self.fusing = before
 
     def element(self, value: ArrayValue, ix: Expr) -> Expr:
-        """An element for a pass: of what blocks of two sizes made, all is read from memory."""
+        """Returns an element for a pass, from memory where it mixes blocks of two sizes."""
         found = value.at(ix)
         if len(block_sizes([found])) <= 1:
             return found
@@ -329,7 +329,7 @@ class Draft:
         return out + [r.cond for r in self.requires]
 
     def _made_of(self, array: Array) -> list[Expr]:
-        """The values that an array in memory was written from."""
+        """Returns the values that an array in memory was written from."""
         made = [w.value for w in self.writes if w.array is array]
         made += [value for _, target, value in self.emits if target is array]
         made += [e for f, target in self.scans if target is array for e in f.exprs]
@@ -337,16 +337,16 @@ class Draft:
         return made + [s.value for s in self.sorts if s.values is array]
 
     def blocks(self, size: int) -> Expr:
-        """The number of blocks in the gradient."""
+        """Returns the number of blocks in the gradient."""
         g = self.graph
         return g.binary("idiv", g.binary("add", g.n, g.const(size - 1)), g.const(size))
 
     def capacity(self, value: ArrayValue) -> Expr:
-        """The most elements an array can have, known to the host."""
+        """Returns the most elements an array can have, known to the host."""
         return self.limits.get(value.length, value.length)
 
     def temp(self, elem: ElemType, length: Expr) -> Array:
-        """New memory for a value between two passes; nothing is packed there."""
+        """Returns new memory for a value between two passes; nothing is packed there."""
         storage = elem.storage
         if elem.kind == "uint" and elem.bits < 8:
             storage = "u8"
@@ -357,7 +357,7 @@ class Draft:
         return array
 
     def stored(self, value: ArrayValue) -> Array:
-        """`value` in memory, written once however often it is asked for."""
+        """Returns `value` in memory, written once however often it is asked for."""
         if isinstance(value, Stored):
             return value.array
         if isinstance(value, Kept):
@@ -385,7 +385,7 @@ class Draft:
         return self._stored[key]
 
     def emitted(self, found: Filter, value: Expr, elem: ElemType) -> Array:
-        """The array that collects `value` of each element that `found` takes."""
+        """Returns the array that collects `value` of each element that `found` takes."""
         key = ("emit", found, value, elem)
         if key not in self._stored:
             self._stored[key] = self.temp(elem, found.capacity)
@@ -393,7 +393,7 @@ class Draft:
         return self._stored[key]
 
     def spread(self, value: Spread) -> Array:
-        """A scatter's result in memory."""
+        """Returns a scatter's result in memory."""
         key = ("spread", value)
         if key not in self._stored:
             # Wide, so that codes may add up; who reads it saturates them again.
@@ -412,7 +412,7 @@ class Draft:
             self.distinct.add(target)
 
     def scanned(self, fold: Fold, elem: ElemType) -> Array:
-        """A running reduction in memory."""
+        """Returns a running reduction in memory."""
         array = self.temp(elem, fold.length)
         self.scans.append((fold, array))
         return array

@@ -1,4 +1,4 @@
-"""Makes values: equal ones once, simple identities applied, ranges of ints known."""
+"""Makes the values of `ir`: equal ones once, simplified, with the ranges of ints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RUN_TIME = frozenset({"load", "load_clamped", "uniform", "bits32", "fold", "cou
 
 @dataclass(eq=False)
 class Graph:
-    """Makes values; equal ones are made once. Knows the simple identities."""
+    """Makes values; equal ones are the same object, and simple identities are applied."""
 
     _interned: dict[tuple[Any, ...], Expr] = field(default_factory=dict)
 
@@ -39,7 +39,7 @@ class Graph:
         variance: int | None = None,
         host: bool | None = None,
     ) -> Expr:
-        """The value `op(args)`; `bounds` is the range of an int."""
+        """Returns the value `op(args)`; `bounds` is the range of an int."""
         assert op in OPS, op
         # 0.0 == -0.0 and 1 == True in Python: the repr keeps them apart.
         key = (op, args, type, repr(attr) if op == "const" else attr)
@@ -180,7 +180,7 @@ class Graph:
         return self.make("select", cond, yes, no, type=yes.type, bounds=bounds)
 
     def sent(self, a: Expr) -> Expr:
-        """A host value as it is on the wire: from here on the kernel computes with it."""
+        """Returns a host value as it is on the wire: from here on the kernel computes with it."""
         if a.type != "float" or not a.host or a.op == "const":
             return a
         return self.make("sent", a, type="float", host=False)
@@ -228,7 +228,7 @@ class Graph:
         return self.make("uint", a, type="int", attr=bits, bounds=(0, top))
 
     def substitute(self, root: Expr, known: dict[Expr, Expr]) -> Expr:
-        """`root` with some values replaced, simplified again."""
+        """Returns `root` with some values replaced, simplified again."""
         done = dict(known)
 
         def visit(e: Expr) -> Expr:

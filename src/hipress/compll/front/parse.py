@@ -137,7 +137,7 @@ _HABITS = (
 
 
 def _hint(error: lark.exceptions.UnexpectedToken, text: str) -> tuple[int, str] | None:
-    """Where a habit of another language begins, and what to write instead; None if it is none."""
+    """Returns where a construct of another language begins and what to write instead, if any."""
     if error.token.type == "$END" or error.token.start_pos is None:
         return None
     before = _COMMENT.sub(lambda found: " " * len(found[0]), text[: error.token.start_pos])

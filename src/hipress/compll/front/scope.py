@@ -1,4 +1,4 @@
-"""What names stand for while a function is played, and the values its callers see."""
+"""What names stand for while a function is evaluated, and its signature and payload."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Struct:
 
 @dataclass(frozen=True, slots=True)
 class Unset:
-    """Declared, without a value yet."""
+    """A name that is declared and has no value yet."""
 
     elem: ElemType
     array: bool

@@ -1,7 +1,4 @@
-"""What a kernel moves: passes over the gradient and bytes for each of its elements.
-
-"The fewest passes over memory" is the goal of the compiler; this counts them.
-"""
+"""A kernel in, its cost out: passes over the gradient and bytes moved for each element."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ def cost(kernel: Kernel) -> Cost:
 
 
 def domain(p: Pass) -> Expr | None:
-    """The number of elements that a pass goes over."""
+    """Returns the number of elements that a pass goes over."""
     if isinstance(p, Select | Sorting):
         return p.sort.length
     if isinstance(p, Scan):
@@ -62,7 +59,7 @@ def domain(p: Pass) -> Expr | None:
 
 
 def _moved(p: Pass) -> tuple[set[Array], set[Array]]:
-    """Arrays that a pass reads and writes from end to end."""
+    """Returns arrays that a pass reads and writes from end to end."""
     if isinstance(p, Select | Sorting):
         arrays = {p.sort.values, *([p.sort.keys] if p.sort.keys is not None else [])}
         return arrays, arrays if isinstance(p, Sorting) else set()

@@ -1,9 +1,9 @@
-"""Kernels of a program: plain, with error feedback, with momentum, and decode that adds.
+"""The two functions of a program in, its kernels out: encode, decode, decode_add and merge.
 
-Nothing here knows an algorithm. Error feedback plays `decode` on the very values that `encode`
-is about to send: what comes out is the residual as an expression of the same elements, and the
-scheduler finds the pass it belongs to. That is the fused path; `hipress.codecs.wrappers` holds
-the generic one, which is the oracle.
+Error feedback and momentum are added here, for any program. Error feedback evaluates `decode` on
+the values that `encode` is about to send: the result is the residual as an expression of the same
+elements, and `schedule` finds the pass it belongs to. That is the fused path;
+`hipress.codecs.wrappers` holds the generic one, which tests compare it with.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Variant:
 PLAIN = Variant()
 
 _STATES = ("state", "residual", "momentum")
-"""How the names of arrays start that are read and written."""
+"""How the names of state arrays start."""
 
 ALPHA = "@alpha"
 MU = "@mu"
 RHO = "@rho"
-"""Float parameters of ours; '@' keeps them apart from a program's names."""
+"""Float parameters that are added to a program's own; no program can use '@' in a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Pair:
 def encode_kernel(
     pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", variant: Variant = PLAIN
 ) -> Kernel:
-    """The kernel that turns a gradient into a payload body.
+    """Returns the kernel that turns a gradient into a payload body.
 
     Args:
         pair: The program.
@@ -104,7 +104,7 @@ class Frames:
 def merge_kernel(
     frames: Frames, pair: Pair, params: Mapping[str, ParamValue], *, variant: Variant = PLAIN
 ) -> Kernel | None:
-    """The kernel that decodes frames, adds them in order, times alpha, and encodes the sum.
+    """Returns the kernel that decodes frames, adds them in order, times alpha, and encodes the sum.
 
     None where decoding does not go element by element: the sum must lie in memory then.
     """
@@ -115,7 +115,7 @@ def merge_kernel(
 
 
 def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[Section, ...], ...]]:
-    """The sum of what the frames hold, and the memory they are in."""
+    """Returns the sum of what the frames hold, and the memory they are in."""
     g = draft.graph
     source, function = frames.pair.decode
     alpha = g.param(ALPHA)
@@ -125,11 +125,11 @@ def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[Secti
     for k in range(frames.count):
         parts = _received(draft, frames.pair, frames.params, prefix=f"frame{k}_")
         before = len(draft.requires)
-        played = check.play(source, function, draft, params=frames.params, payload=parts)
-        if isinstance(played.gradient, Spread) or len(draft.requires) > before:
+        result = check.evaluate(source, function, draft, params=frames.params, payload=parts)
+        if isinstance(result.gradient, Spread) or len(draft.requires) > before:
             raise NotFusable("frames that are not decoded element by element")
-        assert played.gradient is not None
-        decoded.append(played.gradient)
+        assert result.gradient is not None
+        decoded.append(result.gradient)
         sections.append(
             tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
         )
@@ -155,7 +155,7 @@ def _encode_kernel(
     fuse: bool,
     frames: Frames | None = None,
 ) -> Kernel:
-    """With `fuse`, states may ask what a filter took: its pass writes them, or `NotFusable`."""
+    """With `fuse`, states may depend on what a filter took; raises `NotFusable` if they cannot."""
     g = Graph()
     draft = Draft(g)
     source, function = pair.encode
@@ -180,22 +180,22 @@ def _encode_kernel(
         value = Computed(g.n, FLOAT, corrected)
         extra.append(residual)
     stored = [Stored(draft, s, FLOAT) for s in states]
-    played = check.play(source, function, draft, params=params, gradient=value, states=stored)
+    result = check.evaluate(source, function, draft, params=params, gradient=value, states=stored)
     finals = []
     i = g.idx(g.n)
-    for array, final in zip(states, played.states, strict=True):
+    for array, final in zip(states, result.states, strict=True):
         if final.length is not g.n:
             raise AssertionError("a state changed its length")
         with draft.fused(fuse):
             finals.append((array, g.to_float(draft.element(final, i))))
     flag = _flag(g, value.at(i), [new for _, new in finals])
     for array, final_value in finals:
-        old, new = g.load(array, i), _told_first(draft, final_value)
+        old, new = g.load(array, i), _stored_first(draft, final_value)
         if new is not old:
             draft.writes.append(Write(array, _kept_if_finite(g, new, old, flag), g.n, True))
     if variant.feedback:
-        _feedback(draft, pair, params, played.parts, value, residual, flag, fuse)
-    sections = [_section(draft, k, part) for k, part in enumerate(played.parts)]
+        _feedback(draft, pair, params, result.parts, value, residual, flag, fuse)
+    sections = [_section(draft, k, part) for k, part in enumerate(result.parts)]
     all_states = (*states, *extra)
     written = [w.array for w in draft.writes if w.array in all_states]
     passes = schedule(draft, flag, written)
@@ -215,8 +215,6 @@ def _encode_kernel(
         temps=tuple(t for t in draft.temps if t in _used(passes)),
         limits=draft.limits,
         input=x if frames is None else None,
-        output=None,
-        requires=(),
         params=tuple(names),
         nonfinite=flag,
         frames=received,
@@ -226,16 +224,16 @@ def _encode_kernel(
 def decode_kernel(
     pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", add: bool = False
 ) -> Kernel:
-    """The kernel that turns a payload body into a gradient, times alpha; `add` adds to it."""
+    """Returns the kernel that turns a payload body into alpha times a gradient, or adds that."""
     g = Graph()
     draft = Draft(g, enforces=True)
     parts = _received(draft, pair, params)
     source, function = pair.decode
-    played = check.play(source, function, draft, params=params, payload=parts)
+    result = check.evaluate(source, function, draft, params=params, payload=parts)
     roles = check.signature(source, function)
     out = Array("out", dtype, g.n, roles.gradient.name)
     alpha, i = g.param(ALPHA), g.idx(g.n)
-    made = played.gradient
+    made = result.gradient
     assert made is not None
     if isinstance(made, Spread):
         value = made.value
@@ -257,19 +255,16 @@ def decode_kernel(
         name="decode_add" if add else "decode",
         passes=passes,
         sections=sections,
-        states=(),
         temps=tuple(t for t in draft.temps if t in _used(passes)),
         limits=draft.limits,
-        input=None,
         output=out,
         requires=requires,
         params=_params(roles, ALPHA),
-        nonfinite=None,
     )
 
 
 def _label(name: str, roles: Signature) -> str:
-    """The name of a state of ours; a program may have one that is called the same."""
+    """Returns the label of an added state; a program may have one of the same name."""
     return f"added_{name}" if name in {a.name for a in roles.states} else name
 
 
@@ -306,13 +301,13 @@ def _feedback(
     g = draft.graph
     requires = list(draft.requires)  # decode's demands on a payload mean nothing here
     source, function = pair.decode
-    played = check.play(source, function, draft, params=params, payload=parts)
+    result = check.evaluate(source, function, draft, params=params, payload=parts)
     draft.requires[:] = requires
-    assert played.gradient is not None
+    assert result.gradient is not None
     i = g.idx(g.n)
     with draft.fused(fuse):
-        left = g.binary("sub", value.at(i), g.to_float(draft.element(played.gradient, i)))
-    left = _told_first(draft, left)
+        left = g.binary("sub", value.at(i), g.to_float(draft.element(result.gradient, i)))
+    left = _stored_first(draft, left)
     kept = _kept_if_finite(g, left, g.load(residual, i), flag)
     draft.writes.append(Write(residual, kept, g.n, True))
 
@@ -320,8 +315,8 @@ def _feedback(
 def _flag(g: Graph, value: Expr, states: list[Expr]) -> Fold:
     """Whether a gradient holds a NaN or an infinity, or makes one of a program's own state.
 
-    A state counts as an element that is not sent would leave it: it keeps what it had then, and
-    nobody must take the frame for whole.
+    A state counts as an element that is not sent would leave it: such an element keeps what it had,
+    so receivers must know that the frame is not complete.
     """
     bad = g.unary("not", g.unary("finite", value))
     for new in states:
@@ -335,10 +330,10 @@ def _flag(g: Graph, value: Expr, states: list[Expr]) -> Fold:
 
 
 def _kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) -> Expr:
-    """A NaN or an infinity never enters a state: such an element keeps what it had.
+    """Returns a NaN or an infinity never enters a state: such an element keeps what it had.
 
-    Where a reduction over the whole gradient is part of the value, all elements share its fate:
-    one bad number and each keeps what it had.
+    If a reduction over the whole gradient is part of the value, one such number makes all elements
+    keep what they had.
     """
     kept = g.unary("finite", new)
     if flag is not None and any(e.op == "fold" and e.attr.block is None for e in walk([new])):
@@ -376,7 +371,7 @@ def _section(draft: Draft, k: int, part: Part) -> Section:
 def _received(
     draft: Draft, pair: Pair, params: Mapping[str, ParamValue], prefix: str = ""
 ) -> list[Part]:
-    """The parts of a payload as arrays in memory: encode tells their types and lengths."""
+    """Returns the parts of a payload as arrays in memory: encode tells their types and lengths."""
     g = draft.graph
     source, function = pair.encode
     roles = check.signature(source, function)
@@ -385,9 +380,9 @@ def _received(
     states = [
         Stored(aside, Array(f"state{k}", "f32", g.n), FLOAT) for k in range(len(roles.states))
     ]
-    played = check.play(source, function, aside, params=params, gradient=x, states=states)
+    result = check.evaluate(source, function, aside, params=params, gradient=x, states=states)
     parts = []
-    for k, part in enumerate(played.parts):
+    for k, part in enumerate(result.parts):
         value, name, storage = part.value, f"{prefix}section{k}", part.elem.storage
         if isinstance(value, Expr):
             array = Array(name, storage, g.const(1))
@@ -409,20 +404,20 @@ def _memory(part: Part) -> Array:
     return part.value.array
 
 
-def _told_first(draft: Draft, new: Expr) -> Expr:
-    """A state's new value; one that reads states at other indices is told before any is written."""
+def _stored_first(draft: Draft, new: Expr) -> Expr:
+    """Returns a state's new value, which is stored first if it reads states at other indices."""
     g = draft.graph
     reads = [e for e in walk([new]) if e.is_load]
     aside = [e for e in reads if e.args[0].op != "idx" and e.attr.name.startswith(_STATES)]
     if not aside:
         return new
-    told = draft.temp(FLOAT, g.n)
-    draft.writes.append(Write(told, new, g.n, False))
-    return g.load(told, g.idx(g.n))
+    temp = draft.temp(FLOAT, g.n)
+    draft.writes.append(Write(temp, new, g.n, False))
+    return g.load(temp, g.idx(g.n))
 
 
 def _used(passes: tuple[Pass, ...]) -> set[Array]:
-    """The memory that some passes read or write."""
+    """Returns the memory that some passes read or write."""
     sorts = [p.sort for p in passes if isinstance(p, Select | Sorting)]
     used = {a for s in sorts for a in (s.values, s.keys) if a is not None}
     for p in passes:

@@ -1,4 +1,4 @@
-"""Cuts what a kernel has to write into the fewest passes over memory.
+"""A draft of a kernel in, the fewest passes over memory out.
 
 Every write and reduction gets a *level*: one more than what it waits for. Work of one level over
 one domain shares a pass; an output waits for the latest pass over its domain if that saves one.
@@ -38,11 +38,11 @@ from hipress.compll.ir import (
 
 
 class NotFusable(Exception):
-    """These states cannot be written in one go: the generic path has to do it."""
+    """The states cannot be written by the passes that encode; use the generic path."""
 
 
 def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> tuple[Pass, ...]:
-    """The passes of a kernel, in the order they run (or `NotFusable`).
+    """Returns the passes of a kernel in order; raises `NotFusable` if there are none.
 
     Args:
         draft: What has to be written.
@@ -53,7 +53,7 @@ def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> t
 
 
 def block_of(exprs: Iterable[Expr]) -> int | None:
-    """The block size that some values are tied to."""
+    """Returns the block size that some values are tied to."""
     sizes = block_sizes(exprs)
     assert len(sizes) <= 1, "blocks of two sizes in one value"
     return next(iter(sizes), None)
@@ -359,7 +359,7 @@ def _drop_unread(draft: Draft) -> None:
 
 
 def validate(passes: Iterable[Pass], given: Iterable[Array]) -> None:
-    """Our own invariant: memory is written before it is read."""
+    """Asserts that memory is written before it is read."""
     ready = set(given)
     for p in passes:
         for e in walk(with_blocks(pass_exprs(p))):

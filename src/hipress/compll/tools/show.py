@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from hipress.compll.backends.render import Lines
+from hipress.compll.backends.render import Lines, pass_method
 from hipress.compll.front import ast
 from hipress.compll.ir import (
     STORAGE_BITS,
@@ -39,7 +39,7 @@ from hipress.compll.passes.cost import cost, domain
 
 
 def show_ast(source: ast.Source) -> str:
-    """The tree of a file, one node on each line, with the line and column it starts at.
+    """Returns the tree of a file, one node on each line, with the line and column it starts at.
 
     Example:
         >>> from hipress.compll.front.parse import parse
@@ -66,7 +66,7 @@ def show_ast(source: ast.Source) -> str:
 
 
 def _label(node: ast.Node) -> str:
-    """The class of a node and what it holds itself: its name, type, sign or number."""
+    """Returns the class of a node and what it holds itself: its name, type, sign or number."""
     words = [type(node).__name__]
     for f in dataclasses.fields(node):
         value = getattr(node, f.name)
@@ -102,7 +102,7 @@ def _children(node: ast.Node) -> Iterator[tuple[str, ast.Node]]:
 
 
 def show_passes(kernels: Sequence[Kernel]) -> str:
-    """The flat list of passes of each kernel: its memory, then what every pass does."""
+    """Returns the flat list of passes of each kernel: its memory, then what every pass does."""
     return "\n".join(_Printer(kernel).text() for kernel in kernels)
 
 
@@ -158,7 +158,7 @@ class _Printer:
         for number, p in enumerate(k.passes, 1):
             out(f"pass {number}: {self._title(p)}")
             out.depth += 1
-            self._pass(p)
+            pass_method(self, p)(p)
             out.depth -= 1
         return str(out)
 
@@ -213,24 +213,16 @@ class _Printer:
             return f"loop over {shown}{blocks}"
         return f"{type(p).__name__.lower()} over {shown}"
 
-    def _pass(self, p: Pass) -> None:
-        if isinstance(p, Loop):
-            self._loop(p)
-        elif isinstance(p, Compact):
-            self._compact(p)
-        elif isinstance(p, Scalars):
-            self._stores(p.stores, "0")
-        elif isinstance(p, Scan):
-            self._scan(p)
-        elif isinstance(p, Scatter):
-            index, value = self._values([p.index, p.value])
-            if p.clear:
-                self.out(f"{p.array.name} = 0")
-            self.out(f"{p.array.name}[{index}] += {value}")
-        else:
-            self._sort(p)
+    def scalars(self, p: Scalars) -> None:
+        self._stores(p.stores, "0")
 
-    def _loop(self, p: Loop) -> None:
+    def scatter(self, p: Scatter) -> None:
+        index, value = self._values([p.index, p.value])
+        if p.clear:
+            self.out(f"{p.array.name} = 0")
+        self.out(f"{p.array.name}[{index}] += {value}")
+
+    def loop(self, p: Loop) -> None:
         for number, phase in enumerate(p.phases, 1):
             if len(p.phases) > 1:
                 self.out(f"phase {number}")
@@ -245,7 +237,7 @@ class _Printer:
             self._stores(p.block_stores, "b")
             self.out.depth -= 1
 
-    def _compact(self, p: Compact) -> None:
+    def compact(self, p: Compact) -> None:
         first = [p.filter.keep, p.filter.capacity, *(s.value for s in p.emits)]
         keep, capacity, *rest = self._values([*first, *_element_roots(p.folds, p.stores)])
         self.out(f"{self._filter(p.filter)}: keep i where {keep}, the first {capacity}")
@@ -253,13 +245,13 @@ class _Printer:
             self.out(f"emit {store.array.name} <- {value}")
         self._elements(p.folds, p.stores, rest[len(p.emits) :])
 
-    def _scan(self, p: Scan) -> None:
+    def scan(self, p: Scan) -> None:
         name = p.array.name
         body, init = self._values([p.fold.body, p.fold.init])
         joined = self._join(p.fold, f"{name}[i - 1]", body)
         self.out(f"{name}[i] = {joined}, the first from {init}")
 
-    def _sort(self, p: Select | Sorting) -> None:
+    def order(self, p: Select | Sorting) -> None:
         name = self._sorted(p.sort)
         by = "" if p.sort.keys is None else f" by {p.sort.keys.name}"
         if isinstance(p, Sorting):
@@ -309,7 +301,7 @@ class _Printer:
     def _values(
         self, roots: Sequence[Expr], known: dict[Expr, _Text] | None = None
     ) -> tuple[str, ...]:
-        """The text of each root; a value that is used twice is printed first, with a name."""
+        """Returns the text of each root; a value that is used twice is printed with a name first."""
         texts = {**self.sizes, **(known or {})}
         order = list(walk(roots, set(texts)))
         uses = Counter(a for e in order for a in e.args) + Counter(set(roots))
@@ -364,7 +356,7 @@ class _Printer:
 
 
 def _in(text: _Text, binds: int) -> str:
-    """An operand, in brackets unless it binds at least this tightly."""
+    """Returns an operand, in brackets unless it binds at least this tightly."""
     return text[0] if text[1] >= binds else f"({text[0]})"
 
 
@@ -378,5 +370,5 @@ def _is_leaf(e: Expr) -> bool:
 
 
 def _element_roots(folds: Sequence[Fold], stores: Sequence[Store]) -> list[Expr]:
-    """What reductions and stores need for each element."""
+    """Returns what reductions and stores need for each element."""
     return [e for f in folds for e in (f.body, f.init)] + [s.value for s in stores]

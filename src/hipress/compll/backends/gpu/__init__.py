@@ -65,7 +65,7 @@ def _kernel(kernel: Kernel) -> str:
 
 
 def _frame_places(printer: Passes) -> str:
-    """Where the sections of a frame lie that is read by a merging kernel."""
+    """Returns where the sections of a frame lie that is read by a merging kernel."""
     frames = printer.kernel.frames
     if not frames:
         return ""
@@ -101,7 +101,7 @@ def _start(printer: Passes, places: list[Place]) -> None:
 
 
 def _sizes(printer: Passes, places: list[Place], sizes: Lines) -> str:
-    """The host's part of a kernel: a row of numbers and the programs of each launch."""
+    """Returns the host's part of a kernel: a row of numbers and the programs of each launch."""
     kernel = printer.kernel
     for place in places:
         printer.values[("at", place.array.name)] = place.offset

@@ -39,7 +39,7 @@ ELEMENTS = 4096
 
 
 def _shape(encodes: bool, block: int | None, roots: list[Expr]) -> tuple[int, int]:
-    """Elements of a tile and of a thread, by what was fastest on an H200 (256M elements).
+    """Returns elements of a tile and of a thread, by what was fastest on an H200 (256M elements).
 
     Random numbers cost so many instructions that a thread should make many; decoding wants many
     independent loads in a thread; an encoder is faster with fewer registers. What a tile does
@@ -184,19 +184,19 @@ class Tile:
         return own and not self.masked and e not in self.often
 
     def _bits(self, e: Expr, rng: str) -> str:
-        """Random bits for the tile's own elements: four from each Philox."""
+        """Returns random bits for the tile's own elements: four from each Philox."""
         bits = f"_bits32_row(start, {self.span}, {e.attr}, {rng})"
         return f"tl.reshape({bits}, {self.shape})" if self.rows > 1 else bits
 
     def _own(self, array: Array) -> str:
-        """The elements of the tile itself."""
+        """Returns the elements of the tile itself."""
         if array.storage not in PACKED:
             return loaded(array, f"tl.load({array.name} + start + offs, mask=live)")
         bits, unit = STORAGE_BITS[array.storage], self.units[array]
         return f"_unpack({self._units(array, 'tl.load')}, {bits}, {unit})"
 
     def _units(self, array: Array, call: str, value: str = "") -> str:
-        """A load or store of the units that hold the tile's codes."""
+        """Returns a load or store of the units that hold the tile's codes."""
         per = self.units[array] // STORAGE_BITS[array.storage]
         width, stride = self.cols // per, self.block // per
         at = f"tl.arange(0, {width})[None, :]"
@@ -209,7 +209,7 @@ class Tile:
         return f"{call}({array.name} + {first} + {at}{given}, mask={mask})"
 
     def whole(self, text: str, e: Expr) -> str:
-        """A value in the shape of the tile."""
+        """Returns a value in the shape of the tile."""
         if e.variance == 1:
             text = f"{text}[:, None]"
         return f"tl.broadcast_to({text}, {self.shape})"
