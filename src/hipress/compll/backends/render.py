@@ -21,24 +21,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import ClassVar
 
+from hipress.compll import ir
 from hipress.compll.front.graph import Graph
-from hipress.compll.ir import (
-    Compact,
-    Expr,
-    Fold,
-    Kernel,
-    Loop,
-    Pass,
-    Scalars,
-    Scan,
-    Scatter,
-    Select,
-    Sort,
-    Sorting,
-    Store,
-    pass_exprs,
-    walk,
-)
+from hipress.compll.ir import Expr, Fold, Kernel, Store, walk
 
 Known = dict[Expr, str]
 """Texts of values that are ready where code is being printed."""
@@ -83,17 +68,17 @@ class Lines:
 
 
 _METHODS = {
-    Loop: "loop",
-    Compact: "compact",
-    Scatter: "scatter",
-    Scan: "scan",
-    Select: "order",
-    Sorting: "order",
-    Scalars: "scalars",
+    ir.Loop: "loop",
+    ir.Compact: "compact",
+    ir.Scatter: "scatter",
+    ir.Scan: "scan",
+    ir.Select: "order",
+    ir.Sorting: "order",
+    ir.Scalars: "scalars",
 }
 
 
-def pass_method(printer: object, p: Pass) -> Callable[..., None]:
+def pass_method(printer: object, p: ir.Pass) -> Callable[..., None]:
     """Returns the method of `printer` for passes like `p`: `loop`, `compact`, `order`, ..."""
     return getattr(printer, _METHODS[type(p)])  # type: ignore[no-any-return]
 
@@ -144,15 +129,15 @@ class Printer:
             known[e] = text
         return [known[r] for r in roots]
 
-    def stores_if(self, p: Compact, taken: bool) -> list[Store]:
+    def stores_if(self, p: ir.Compact, taken: bool) -> list[Store]:
         """Returns the stores of a filter pass for elements that the filter takes, or does not."""
         asked = [e for e in walk([s.value for s in p.stores]) if e.op == "taken"]
         answer = {e: self.graph.const(taken) for e in asked}
         return [Store(s.array, self.graph.substitute(s.value, answer)) for s in p.stores]
 
-    def picks(self, sort: Sort) -> list[Expr]:
+    def picks(self, sort: ir.Sort) -> list[Expr]:
         """Returns the single elements of a sorted array that the kernel uses."""
-        found = [e for p in self.kernel.passes for e in walk(pass_exprs(p)) if e.op == "pick"]
+        found = [e for p in self.kernel.passes for e in walk(ir.pass_exprs(p)) if e.op == "pick"]
         return [e for e in dict.fromkeys(found) if e.attr is sort]
 
 

@@ -12,19 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hipress.compll import ir
 from hipress.compll.front.graph import Graph
-from hipress.compll.ir import (
-    STORAGE_BITS,
-    Array,
-    Expr,
-    Filter,
-    Fold,
-    Require,
-    Sort,
-    behind,
-    block_sizes,
-    walk,
-)
+from hipress.compll.ir import Array, Expr, Fold, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +37,7 @@ class ElemType:
     @property
     def wire_bytes(self) -> int:
         """Bytes of one scalar in a payload."""
-        return max(1, STORAGE_BITS[self.storage] // 8)
+        return max(1, ir.STORAGE_BITS[self.storage] // 8)
 
 
 FLOAT = ElemType("float")
@@ -112,7 +102,7 @@ class Kept:
     """What a filter let through of an array; `source(i)` is the element at i before it."""
 
     draft: Draft
-    filter: Filter
+    filter: ir.Filter
     elem: ElemType
     source: Callable[[Expr], Expr]
 
@@ -136,7 +126,7 @@ class Ordered:
     """A sorted array; single elements are found without sorting all."""
 
     draft: Draft
-    sort: Sort
+    sort: ir.Sort
     elem: ElemType
 
     @property
@@ -259,14 +249,14 @@ class Draft:
 
     graph: Graph
     writes: list[Write] = field(default_factory=list)
-    emits: list[tuple[Filter, Array, Expr]] = field(default_factory=list)
-    sorts: list[Sort] = field(default_factory=list)
+    emits: list[tuple[ir.Filter, Array, Expr]] = field(default_factory=list)
+    sorts: list[ir.Sort] = field(default_factory=list)
     scans: list[tuple[Fold, Array]] = field(default_factory=list)
     spreads: list[tuple[Array, Expr, Expr, Expr, bool]] = field(default_factory=list)
     """Target, length, index, value, whether it starts from zero."""
     distinct: set[Array] = field(default_factory=set)
     """Targets that get at most one value at each index."""
-    requires: list[Require] = field(default_factory=list)
+    requires: list[ir.Require] = field(default_factory=list)
     temps: list[Array] = field(default_factory=list)
     folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
     """Reductions by what they are, so that equal ones are one."""
@@ -301,12 +291,12 @@ class Draft:
     def element(self, value: ArrayValue, ix: Expr) -> Expr:
         """Returns an element for a pass, from memory where it mixes blocks of two sizes."""
         found = value.at(ix)
-        if len(block_sizes([found])) <= 1:
+        if len(ir.block_sizes([found])) <= 1:
             return found
         with self.unblocked():
             return value.at(ix)
 
-    def depends(self, value: Expr, found: Filter) -> bool:
+    def depends(self, value: Expr, found: ir.Filter) -> bool:
         """Whether a value needs the result of a filter."""
         mine = {array for f, array, _ in self.emits if f is found}
         seen: set[Expr] = set()
@@ -317,7 +307,7 @@ class Draft:
                     return True
                 if e.is_load and e.attr in mine:
                     return True
-                todo += self._made_of(e.attr) if e.is_load else behind(e)
+                todo += self._made_of(e.attr) if e.is_load else ir.behind(e)
         return False
 
     def exprs(self) -> list[Expr]:
@@ -384,7 +374,7 @@ class Draft:
             self.writes.append(Write(self._stored[key], body, value.length, False))
         return self._stored[key]
 
-    def emitted(self, found: Filter, value: Expr, elem: ElemType) -> Array:
+    def emitted(self, found: ir.Filter, value: Expr, elem: ElemType) -> Array:
         """Returns the array that collects `value` of each element that `found` takes."""
         key = ("emit", found, value, elem)
         if key not in self._stored:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hipress.compll import ir
 from hipress.compll.front import ast, check
 from hipress.compll.front.arrays import (
     FLOAT,
@@ -27,22 +28,7 @@ from hipress.compll.front.arrays import (
 )
 from hipress.compll.front.graph import Graph
 from hipress.compll.front.scope import ParamValue, Part, Signature
-from hipress.compll.ir import (
-    Array,
-    Expr,
-    Fold,
-    Kernel,
-    Pass,
-    Scan,
-    Scatter,
-    Section,
-    Select,
-    Sorting,
-    loads,
-    pass_exprs,
-    pass_stores,
-    walk,
-)
+from hipress.compll.ir import Array, Expr, Fold, Kernel, loads, walk
 from hipress.compll.passes.schedule import NotFusable, schedule, validate
 
 
@@ -114,7 +100,7 @@ def merge_kernel(
         return None
 
 
-def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[Section, ...], ...]]:
+def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[ir.Section, ...], ...]]:
     """Returns the sum of what the frames hold, and the memory they are in."""
     g = draft.graph
     source, function = frames.pair.decode
@@ -131,7 +117,7 @@ def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[Secti
         assert result.gradient is not None
         decoded.append(result.gradient)
         sections.append(
-            tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
+            tuple(ir.Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
         )
         flagged = g.logic("lor", flagged, g.make("flagged", type="bool", attr=k))
 
@@ -164,7 +150,7 @@ def _encode_kernel(
     states = [Array(f"state{i}", "f32", g.n, a.name) for i, a in enumerate(roles.states)]
     extra: list[Array] = []
     value: ArrayValue = Stored(draft, x, FLOAT)
-    received: tuple[tuple[Section, ...], ...] = ()
+    received: tuple[tuple[ir.Section, ...], ...] = ()
     if frames is not None:
         value, received = _merged(draft, frames)
     if variant.momentum:
@@ -246,7 +232,7 @@ def decode_kernel(
         if add:
             total = g.binary("add", g.load(out, i), total)
         draft.writes.append(Write(out, total, g.n, True))
-    sections = tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
+    sections = tuple(ir.Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
     passes = schedule(draft, None, [out] if add else [])
     validate(passes, {out, *(s.array for s in sections)})
     demands = {r.cond: r for r in draft.requires}  # one check for equal conditions
@@ -341,13 +327,13 @@ def _kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) ->
     return g.select(kept, new, old)
 
 
-def _section(draft: Draft, k: int, part: Part) -> Section:
+def _section(draft: Draft, k: int, part: Part) -> ir.Section:
     g = draft.graph
     name, storage, value = f"section{k}", part.elem.storage, part.value
     if isinstance(value, Expr):
         array = Array(name, storage, g.const(1))
         draft.writes.append(Write(array, value, g.const(1), True, "scalar"))
-        return Section(array, True)
+        return ir.Section(array, True)
     array = Array(name, storage, draft.capacity(value))
     packed = part.elem.bits in (1, 2, 4)
     if isinstance(value, Kept) and not packed:
@@ -365,7 +351,7 @@ def _section(draft: Draft, k: int, part: Part) -> Section:
             used = g.binary("lt", i, value.length)
             sent = g.select(used, sent, convert(g, g.const(0), part.elem))
         draft.writes.append(Write(array, sent, array.length, True))
-    return Section(array, False)
+    return ir.Section(array, False)
 
 
 def _received(
@@ -416,13 +402,13 @@ def _stored_first(draft: Draft, new: Expr) -> Expr:
     return g.load(temp, g.idx(g.n))
 
 
-def _used(passes: tuple[Pass, ...]) -> set[Array]:
+def _used(passes: tuple[ir.Pass, ...]) -> set[Array]:
     """Returns the memory that some passes read or write."""
-    sorts = [p.sort for p in passes if isinstance(p, Select | Sorting)]
+    sorts = [p.sort for p in passes if isinstance(p, ir.Select | ir.Sorting)]
     used = {a for s in sorts for a in (s.values, s.keys) if a is not None}
     for p in passes:
-        used.update(loads(pass_exprs(p)), (s.array for s in pass_stores(p)))
-        if isinstance(p, Scan | Scatter):
+        used.update(loads(ir.pass_exprs(p)), (s.array for s in ir.pass_stores(p)))
+        if isinstance(p, ir.Scan | ir.Scatter):
             used.add(p.array)
     return used
 

@@ -11,37 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hipress.compll import ir
 from hipress.compll.front.arrays import Draft, Write
-from hipress.compll.ir import (
-    Array,
-    Compact,
-    Expr,
-    Filter,
-    Fold,
-    Loop,
-    Pass,
-    Phase,
-    Scalars,
-    Scan,
-    Scatter,
-    Select,
-    Sort,
-    Sorting,
-    Store,
-    block_sizes,
-    pass_exprs,
-    pass_stores,
-    walk,
-    walk_all,
-    with_blocks,
-)
+from hipress.compll.ir import Array, Expr, Fold, Store, walk
 
 
 class NotFusable(Exception):
     """The states cannot be written by the passes that encode; use the generic path."""
 
 
-def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> tuple[Pass, ...]:
+def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> tuple[ir.Pass, ...]:
     """Returns the passes of a kernel in order; raises `NotFusable` if there are none.
 
     Args:
@@ -54,7 +33,7 @@ def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> t
 
 def block_of(exprs: Iterable[Expr]) -> int | None:
     """Returns the block size that some values are tied to."""
-    sizes = block_sizes(exprs)
+    sizes = ir.block_sizes(exprs)
     assert len(sizes) <= 1, "blocks of two sizes in one value"
     return next(iter(sizes), None)
 
@@ -66,7 +45,7 @@ class _Open:
     level: int
     length: Expr
     block: int | None = None
-    filter: Filter | None = None
+    filter: ir.Filter | None = None
     folds: list[Fold] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     block_stores: list[Store] = field(default_factory=list)
@@ -84,7 +63,7 @@ class _Scheduler:
         self.draft = draft
         self.states = states
         self.open: list[_Open] = []
-        self.fixed: list[tuple[int, list[Expr], Pass]] = []
+        self.fixed: list[tuple[int, list[Expr], ir.Pass]] = []
         """Passes of their own: level, what they read, the pass."""
         self._levels: dict[object, int] = {}
         self.written_by: dict[Array, object] = {}
@@ -101,7 +80,7 @@ class _Scheduler:
         for spread in draft.spreads:
             self.written_by[spread[0]] = spread
 
-    def run(self, nonfinite: Fold | None) -> tuple[Pass, ...]:
+    def run(self, nonfinite: Fold | None) -> tuple[ir.Pass, ...]:
         draft = self.draft
         folds = self._global_folds()
         for fold in folds:
@@ -116,7 +95,7 @@ class _Scheduler:
         early = [w for w in draft.writes if w.each == "scalar" and self._reads_state([w.value])]
         for write in early:  # before a state is overwritten
             store = Store(write.array, write.value)
-            self.fixed.append((self._level(write), [write.value], Scalars((store,))))
+            self.fixed.append((self._level(write), [write.value], ir.Scalars((store,))))
         for write in sorted(self._outputs(), key=lambda w: -self._level(w)):
             self._place(write, exact=False)
         self._place_states()
@@ -129,20 +108,20 @@ class _Scheduler:
             for w in draft.writes
             if w.each == "scalar" and not self._reads_state([w.value])
         )
-        ordered: list[Pass] = [p for _, _, p in sorted(passes, key=lambda x: x[:2])]
-        return (*ordered, *([Scalars(scalars)] if scalars else []))
+        ordered: list[ir.Pass] = [p for _, _, p in sorted(passes, key=lambda x: x[:2])]
+        return (*ordered, *([ir.Scalars(scalars)] if scalars else []))
 
     # What there is to do.
 
     def _global_folds(self) -> list[Fold]:
-        found = {x.attr: None for x in walk_all(self.draft.exprs()) if x.op == "fold"}
+        found = {x.attr: None for x in ir.walk_all(self.draft.exprs()) if x.op == "fold"}
         folds = [f for f in found if f.block is None]
         return sorted(folds, key=self._level)
 
-    def _filters(self) -> list[Filter]:
+    def _filters(self) -> list[ir.Filter]:
         found = {f: None for f, _, _ in self.draft.emits}
         found.update(
-            {x.attr: None for x in walk_all(self.draft.exprs()) if x.op in ("count", "taken")}
+            {x.attr: None for x in ir.walk_all(self.draft.exprs()) if x.op in ("count", "taken")}
         )
         return list(found)
 
@@ -163,19 +142,19 @@ class _Scheduler:
     def _find_level(self, job: object) -> int:
         if isinstance(job, Fold):
             return self._wait([*job.exprs, job.length])
-        if isinstance(job, Filter):
+        if isinstance(job, ir.Filter):
             emits = [value for f, _, value in self.draft.emits if f is job]
             return self._wait([job.keep, job.length, *emits], within=job)
-        if isinstance(job, Sort):
+        if isinstance(job, ir.Sort):
             return self._wait([job.value, job.key, *job.ranks]) + 1  # first its input is written
         if isinstance(job, Write):
             return self._wait([job.value, job.length])
         assert isinstance(job, tuple)
         return self._wait(job[1:4])
 
-    def _wait(self, exprs: Iterable[Expr], within: Filter | None = None) -> int:
+    def _wait(self, exprs: Iterable[Expr], within: ir.Filter | None = None) -> int:
         level = 0
-        for e in walk(with_blocks(exprs)):
+        for e in walk(ir.with_blocks(exprs)):
             if e.op == "fold" and e.attr.block is None:
                 level = max(level, self._level(e.attr) + 1)
             elif e.op == "pick":
@@ -229,11 +208,11 @@ class _Scheduler:
         target.append(Store(write.array, write.value))
 
     @staticmethod
-    def _asks_taken(exprs: Iterable[Expr]) -> set[Filter]:
-        return {e.attr for e in walk(with_blocks(exprs)) if e.op == "taken"}
+    def _asks_taken(exprs: Iterable[Expr]) -> set[ir.Filter]:
+        return {e.attr for e in walk(ir.with_blocks(exprs)) if e.op == "taken"}
 
     @staticmethod
-    def _knows(p: _Open, taken: set[Filter]) -> bool:
+    def _knows(p: _Open, taken: set[ir.Filter]) -> bool:
         return all(p.filter is f for f in taken)
 
     def _own_passes(self) -> None:
@@ -247,12 +226,12 @@ class _Scheduler:
                 self._place(Write(sort.keys, sort.key, sort.length, False), exact=True)
             reads = [sort.value, sort.key]
             whole = sort.whole or sort.keys is not None
-            self.fixed.append((level, reads, Sorting(sort) if whole else Select(sort)))
+            self.fixed.append((level, reads, ir.Sorting(sort) if whole else ir.Select(sort)))
         for fold, array in d.scans:
-            self.fixed.append((self._level(fold), fold.exprs, Scan(fold, array)))
+            self.fixed.append((self._level(fold), fold.exprs, ir.Scan(fold, array)))
         for spread in d.spreads:
             array, length, index, value, clear = spread
-            scatter = Scatter(length, index, value, array, clear, array in d.distinct)
+            scatter = ir.Scatter(length, index, value, array, clear, array in d.distinct)
             self.fixed.append((self._level(spread), [index, value], scatter))
 
     def _place_states(self) -> None:
@@ -294,7 +273,7 @@ class _Scheduler:
 
     def _reads_state(self, exprs: Iterable[Expr], *, aside: bool = False) -> bool:
         """Whether a state is read (with `aside`: at another index than the element's own)."""
-        for e in walk(with_blocks(exprs)):
+        for e in walk(ir.with_blocks(exprs)):
             if e.is_load and e.attr in self.states:
                 if not aside or e.args[0].op != "idx":
                     return True
@@ -309,9 +288,9 @@ class _Scheduler:
 
     # Closing.
 
-    def _close(self, p: _Open) -> Pass:
+    def _close(self, p: _Open) -> ir.Pass:
         if p.filter is not None:
-            return Compact(p.filter, tuple(p.emits), tuple(p.stores), tuple(p.folds))
+            return ir.Compact(p.filter, tuple(p.emits), tuple(p.stores), tuple(p.folds))
         inner: dict[Fold, int] = {}
 
         def depth(exprs: Iterable[Expr]) -> int:
@@ -328,21 +307,21 @@ class _Scheduler:
             inner[fold] = depth(fold.exprs)
         last = max([last, *inner.values()])
         phases = [
-            Phase(
+            ir.Phase(
                 tuple(f for f, k in inner.items() if k == level),
                 tuple(p.stores) if level == last else (),
             )
             for level in range(last + 1)
         ]
         kept = tuple(ph for ph in phases if ph.folds or ph.stores)
-        return Loop(p.length, p.block, kept, tuple(p.block_stores))
+        return ir.Loop(p.length, p.block, kept, tuple(p.block_stores))
 
 
 def _drop_unread(draft: Draft) -> None:
     """Removes memory between passes that nothing reads after all."""
     while True:
         read: set[Array] = set()
-        for e in walk_all(draft.exprs()):
+        for e in ir.walk_all(draft.exprs()):
             if e.is_load:
                 read.add(e.attr)
             elif e.op == "pick":
@@ -358,13 +337,13 @@ def _drop_unread(draft: Draft) -> None:
             return
 
 
-def validate(passes: Iterable[Pass], given: Iterable[Array]) -> None:
+def validate(passes: Iterable[ir.Pass], given: Iterable[Array]) -> None:
     """Asserts that memory is written before it is read."""
     ready = set(given)
     for p in passes:
-        for e in walk(with_blocks(pass_exprs(p))):
+        for e in walk(ir.with_blocks(ir.pass_exprs(p))):
             if e.is_load:
                 assert e.attr in ready, f"{e.attr.name} is read before it is written"
-        ready.update(s.array for s in pass_stores(p))
-        if isinstance(p, Scan | Scatter):
+        ready.update(s.array for s in ir.pass_stores(p))
+        if isinstance(p, ir.Scan | ir.Scatter):
             ready.add(p.array)

@@ -12,27 +12,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from hipress.compll import ir
 from hipress.compll.backends.render import Lines, pass_method
 from hipress.compll.front import ast
-from hipress.compll.ir import (
-    STORAGE_BITS,
-    Array,
-    Compact,
-    Expr,
-    Filter,
-    Fold,
-    Kernel,
-    Loop,
-    Pass,
-    Scalars,
-    Scan,
-    Scatter,
-    Select,
-    Sort,
-    Sorting,
-    Store,
-    walk,
-)
+from hipress.compll.ir import Array, Expr, Fold, Kernel, Store, walk
 from hipress.compll.passes.cost import cost, domain
 
 # The tree.
@@ -141,7 +124,7 @@ class _Printer:
         self.kernel = kernel
         self.out = Lines()
         self.folds: dict[Fold, str] = {}
-        self.filters: dict[Filter, str] = {}
+        self.filters: dict[ir.Filter, str] = {}
         self.sorts: dict[int, str] = {}
         self.num_values = 0
         self.sizes: dict[Expr, _Text] = {}
@@ -167,7 +150,7 @@ class _Printer:
         k = self.kernel
         arrays = [s.array for s in k.sections] + list(k.temps)
         lengths = [a.length for a in arrays]
-        lengths += [p.filter.capacity for p in k.passes if isinstance(p, Compact)]
+        lengths += [p.filter.capacity for p in k.passes if isinstance(p, ir.Compact)]
         lengths += [d for d in map(domain, k.passes) if d is not None]
         for length in lengths:
             if length.host and not _is_leaf(length) and length not in self.sizes:
@@ -194,35 +177,35 @@ class _Printer:
             self.out("random numbers: of seed, stream and step")
 
     def _declared(self, array: Array) -> str:
-        type_ = _TYPES.get(array.storage) or f"uint{STORAGE_BITS[array.storage]}"
+        type_ = _TYPES.get(array.storage) or f"uint{ir.STORAGE_BITS[array.storage]}"
         if array.length.op == "const" and array.length.attr == 1:
             return type_
         return f"{type_}[{self._values([array.length])[0]}]"
 
-    def _title(self, p: Pass) -> str:
-        if isinstance(p, Scalars):
+    def _title(self, p: ir.Pass) -> str:
+        if isinstance(p, ir.Scalars):
             return "scalars of the payload"
-        if isinstance(p, Select | Sorting):
-            doing = "single ranks of" if isinstance(p, Select) else "sort"
+        if isinstance(p, ir.Select | ir.Sorting):
+            doing = "single ranks of" if isinstance(p, ir.Select) else "sort"
             return f"{doing} {p.sort.values.name}"
         length = domain(p)
         assert length is not None
         (shown,) = self._values([length])
-        if isinstance(p, Loop):
+        if isinstance(p, ir.Loop):
             blocks = "" if p.block is None else f", in blocks of {p.block}"
             return f"loop over {shown}{blocks}"
         return f"{type(p).__name__.lower()} over {shown}"
 
-    def scalars(self, p: Scalars) -> None:
+    def scalars(self, p: ir.Scalars) -> None:
         self._stores(p.stores, "0")
 
-    def scatter(self, p: Scatter) -> None:
+    def scatter(self, p: ir.Scatter) -> None:
         index, value = self._values([p.index, p.value])
         if p.clear:
             self.out(f"{p.array.name} = 0")
         self.out(f"{p.array.name}[{index}] += {value}")
 
-    def loop(self, p: Loop) -> None:
+    def loop(self, p: ir.Loop) -> None:
         for number, phase in enumerate(p.phases, 1):
             if len(p.phases) > 1:
                 self.out(f"phase {number}")
@@ -237,7 +220,7 @@ class _Printer:
             self._stores(p.block_stores, "b")
             self.out.depth -= 1
 
-    def compact(self, p: Compact) -> None:
+    def compact(self, p: ir.Compact) -> None:
         first = [p.filter.keep, p.filter.capacity, *(s.value for s in p.emits)]
         keep, capacity, *rest = self._values([*first, *_element_roots(p.folds, p.stores)])
         self.out(f"{self._filter(p.filter)}: keep i where {keep}, the first {capacity}")
@@ -245,16 +228,16 @@ class _Printer:
             self.out(f"emit {store.array.name} <- {value}")
         self._elements(p.folds, p.stores, rest[len(p.emits) :])
 
-    def scan(self, p: Scan) -> None:
+    def scan(self, p: ir.Scan) -> None:
         name = p.array.name
         body, init = self._values([p.fold.body, p.fold.init])
         joined = self._join(p.fold, f"{name}[i - 1]", body)
         self.out(f"{name}[i] = {joined}, the first from {init}")
 
-    def order(self, p: Select | Sorting) -> None:
+    def order(self, p: ir.Select | ir.Sorting) -> None:
         name = self._sorted(p.sort)
         by = "" if p.sort.keys is None else f" by {p.sort.keys.name}"
-        if isinstance(p, Sorting):
+        if isinstance(p, ir.Sorting):
             self.out(f"{name} = {p.sort.values.name} in ascending order{by}")
         else:
             ranks = ", ".join(f"[{rank}]" for rank in self._values(p.sort.ranks))
@@ -301,7 +284,7 @@ class _Printer:
     def _values(
         self, roots: Sequence[Expr], known: dict[Expr, _Text] | None = None
     ) -> tuple[str, ...]:
-        """Returns the text of each root; a value that is used twice is printed with a name first."""
+        """Returns the texts of `roots`; a value that is used twice is printed first, as a name."""
         texts = {**self.sizes, **(known or {})}
         order = list(walk(roots, set(texts)))
         uses = Counter(a for e in order for a in e.args) + Counter(set(roots))
@@ -348,10 +331,10 @@ class _Printer:
         name = f"uint{e.attr}" if e.op == "uint" else e.op
         return f"{name}({', '.join(args)})"
 
-    def _filter(self, found: Filter) -> str:
+    def _filter(self, found: ir.Filter) -> str:
         return self.filters.setdefault(found, f"filter{len(self.filters)}")
 
-    def _sorted(self, sort: Sort) -> str:
+    def _sorted(self, sort: ir.Sort) -> str:
         return self.sorts.setdefault(id(sort), f"sorted{len(self.sorts)}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hipress.compll import ir
 from hipress.compll.backends.cpu.kernel import (
     KernelPrinter,
     loaded,
@@ -17,20 +18,7 @@ from hipress.compll.backends.cpu.kernel import (
     stored,
 )
 from hipress.compll.backends.render import Known, Lines, Spell, machine_type, wide_type
-from hipress.compll.ir import (
-    PACKED,
-    RANDOM,
-    STORAGE_BITS,
-    Array,
-    Compact,
-    Expr,
-    Fold,
-    Scatter,
-    Store,
-    loads,
-    walk,
-    with_blocks,
-)
+from hipress.compll.ir import Array, Expr, Fold, Store, loads, walk
 
 _DRAWS = {"uniform": "f32", "bits32": "u32"}
 """Type of the buffer that random numbers of a tile are drawn into."""
@@ -83,11 +71,11 @@ class Loops:
         self.functions = Lines()
         aligned = loads(_aligned(roots))
         self.slices = {a: f"{a.name}_t" for a in [*aligned, *(s.array for s in stores)]}
-        self.codes_in = {a: f"in_{a.name}" for a in aligned if a.storage in PACKED}
+        self.codes_in = {a: f"in_{a.name}" for a in aligned if a.storage in ir.PACKED}
         self.codes_out = {
-            s.array: f"out_{s.array.name}" for s in stores if s.array.storage in PACKED
+            s.array: f"out_{s.array.name}" for s in stores if s.array.storage in ir.PACKED
         }
-        drawn = [e for e in walk(roots) if e.op in RANDOM and e.args[0].op == "idx"]
+        drawn = [e for e in walk(roots) if e.op in ir.RANDOM and e.args[0].op == "idx"]
         self.draws = {e: f"{e.op}_{k}" for k, e in enumerate(drawn)}
 
     # Before and around the tiles.
@@ -97,7 +85,7 @@ class Loops:
         printer, roots = self.printer, self.roots
         printer.head(name, self.out, [*loads([length]), *loads(roots), *arrays])
         printer.length(length, self.tile, self.out)
-        if any(e.op in RANDOM for e in walk(roots)):
+        if any(e.op in ir.RANDOM for e in walk(roots)):
             self.out("rng = I[1:5]")
         self.known = printer.known(roots)
         self._name(e for e in walk(roots) if e.variance == 0 and e.op not in ("const", "param"))
@@ -124,17 +112,17 @@ class Loops:
         out(f"m = min({self.tile}, length - a)")
         for array, name in self.slices.items():
             text = f"{array.name}[a : a + m]"
-            if array.storage in PACKED:
-                per = 8 // STORAGE_BITS[array.storage]
+            if array.storage in ir.PACKED:
+                per = 8 // ir.STORAGE_BITS[array.storage]
                 shift = per.bit_length() - 1
                 text = f"{array.name}[a >> {shift} : (a + m + {per - 1}) >> {shift}]"
             out(f"{name} = {text}")
         for array, codes in self.codes_in.items():
-            out(f"_unpack{STORAGE_BITS[array.storage]}({self.slices[array]}, {codes}, m)")
+            out(f"_unpack{ir.STORAGE_BITS[array.storage]}({self.slices[array]}, {codes}, m)")
         for e, name in self.draws.items():
             rng = "rng" if len(e.args) == 1 else f"_keyed({known[e.args[1]]})"
             out(f"_{e.op}s({name}, m, a, {e.attr}, {rng})")
-        for e in walk(with_blocks(self.roots)):
+        for e in walk(ir.with_blocks(self.roots)):
             block = {"bnum": "t", "bstart": "a", "blen": "m"}.get(e.op)
             if block is not None:
                 known[e] = f"{machine_type(e)}({block})"
@@ -172,7 +160,7 @@ class Loops:
         if f.kind == "sum" and f.init.op == "const" and f.init.attr == 0:
             text = result
         name = self.printer.named(text, self.out)
-        for e in walk(with_blocks(self.roots)):
+        for e in walk(ir.with_blocks(self.roots)):
             if e.op == "fold" and e.attr is f:
                 self.known[e] = name
         self._name_block_values()
@@ -215,7 +203,7 @@ class Loops:
     def _pack(self, stores: Iterable[Store]) -> None:
         for s in stores:
             if s.array in self.codes_out:
-                bits = STORAGE_BITS[s.array.storage]
+                bits = ir.STORAGE_BITS[s.array.storage]
                 self.out(f"_pack{bits}({self.codes_out[s.array]}, {self.slices[s.array]}, m)")
 
     def _element(
@@ -243,7 +231,7 @@ class Loops:
 
     # Filters.
 
-    def saves(self, p: Compact) -> dict[Array, str]:
+    def saves(self, p: ir.Compact) -> dict[Array, str]:
         """Prints buffers for old values of arrays that a filter pass overwrites too early."""
         read = set(loads(self.roots))
         saved = {s.array: f"old_{s.array.name}" for s in p.stores if s.array in read}
@@ -251,12 +239,14 @@ class Loops:
             self.out(f"{name} = np.empty({self.tile}, f32)")
         return saved
 
-    def can_share(self, p: Compact) -> bool:
+    def can_share(self, p: ir.Compact) -> bool:
         """Whether threads may share a filter pass: what one took in vain can be put back."""
-        random = any(e.op in RANDOM for e in walk([s.value for s in p.stores]))
+        random = any(e.op in ir.RANDOM for e in walk([s.value for s in p.stores]))
         return not (random or self.codes_out)
 
-    def mark(self, name: str, p: Compact, folds: list[Fold], saved: dict[Array, str]) -> list[str]:
+    def mark(
+        self, name: str, p: ir.Compact, folds: list[Fold], saved: dict[Array, str]
+    ) -> list[str]:
         """Prints a vector loop that marks elements and, for now, takes none."""
         body = self._start(folds, "mask")
         for array, old in saved.items():
@@ -266,7 +256,7 @@ class Loops:
         self._element(body, folds, stores, mask=p.filter.keep)
         return self._call(name, body, folds)
 
-    def take(self, name: str, p: Compact, saved: dict[Array, str]) -> None:
+    def take(self, name: str, p: ir.Compact, saved: dict[Array, str]) -> None:
         """Prints a loop over the few marked elements, in order, while there is room."""
         body = _Body()
         body.needs("mask", "count", "capacity", *(f"to_{s.array.name}" for s in p.emits))
@@ -299,7 +289,7 @@ class Loops:
         self.out(f"count = {name}({body.signature})")
         self._pack(p.stores)
 
-    def put_back(self, name: str, p: Compact, saved: dict[Array, str]) -> None:
+    def put_back(self, name: str, p: ir.Compact, saved: dict[Array, str]) -> None:
         """Prints a loop over elements that a later range took in vain: as if never taken."""
         body = _Body()
         body.needs("first", "to_index", *(f"to_{old}" for old in saved.values()))
@@ -314,7 +304,7 @@ class Loops:
 
     # Scatters.
 
-    def check(self, name: str, p: Scatter) -> None:
+    def check(self, name: str, p: ir.Scatter) -> None:
         """Prints a loop that looks for an index out of range."""
         body = self._start([], "I", p.array.name)
         body.text.insert(0, f"    size = len({p.array.name})")
@@ -324,7 +314,7 @@ class Loops:
         body(f"    {self.printer.slots.int('status')} = 1")
         self._call(name, body, [])
 
-    def scatter(self, name: str, p: Scatter) -> None:
+    def scatter(self, name: str, p: ir.Scatter) -> None:
         """Prints a loop that adds each value at its index."""
         target = p.array.name
         body = self._start([], target)
@@ -381,15 +371,15 @@ class Loops:
                 source = self.codes_in.get(array) or self.slices[array]
                 body.needs(source)
                 return loaded(array, f"{source}[i]")
-            if e.op in RANDOM and aligned:
+            if e.op in ir.RANDOM and aligned:
                 name = self.draws[e]
                 body.needs(name)
                 return f"{name}[i]" if e.op == "uniform" else f"i64({name}[i])"
             if e.is_load:
                 body.needs(e.attr.name)
-                if e.attr.storage in PACKED:
+                if e.attr.storage in ir.PACKED:
                     body.needs("I")  # its length is there
-            if e.op in RANDOM and len(e.args) == 1:
+            if e.op in ir.RANDOM and len(e.args) == 1:
                 body.needs("rng")
             return self.printer.spell(e, texts)
 
@@ -422,4 +412,4 @@ class Loops:
 
 def _aligned(roots: list[Expr]) -> list[Expr]:
     """Returns the loads of an element's own index, inside block reductions too."""
-    return [e for e in walk(with_blocks(roots)) if e.op == "load" and e.args[0].op == "idx"]
+    return [e for e in walk(ir.with_blocks(roots)) if e.op == "load" and e.args[0].op == "idx"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hipress.compll import ir
 from hipress.compll.backends.cpu.kernel import (
     MAX_RANGES,
     KernelPrinter,
@@ -11,24 +12,7 @@ from hipress.compll.backends.cpu.kernel import (
 )
 from hipress.compll.backends.cpu.loops import Loops, exact
 from hipress.compll.backends.render import machine_type, wide_type
-from hipress.compll.ir import (
-    RANDOM,
-    Array,
-    Compact,
-    Expr,
-    Fold,
-    Loop,
-    Scalars,
-    Scan,
-    Scatter,
-    Select,
-    Sorting,
-    loads,
-    pass_exprs,
-    pass_folds,
-    pass_stores,
-    walk,
-)
+from hipress.compll.ir import Array, Expr, Fold, loads, walk
 
 TILE = 2048
 """Elements of a tile: three float tiles and one of codes fit a first-level cache of 32 KiB
@@ -38,11 +22,11 @@ TILE = 2048
 class Passes(KernelPrinter):
     """Prints the functions of each pass and adds them to the kernel's steps."""
 
-    def loop(self, name: str, p: Loop) -> None:
+    def loop(self, name: str, p: ir.Loop) -> None:
         stores = [s for phase in p.phases for s in phase.stores]
-        loops = Loops(self, p.block or TILE, pass_exprs(p), stores)
-        folds = [f for f in pass_folds(p) if f.block is None]
-        loops.open(name, [s.array for s in pass_stores(p)], p.length)
+        loops = Loops(self, p.block or TILE, ir.pass_exprs(p), stores)
+        folds = [f for f in ir.pass_folds(p) if f.block is None]
+        loops.open(name, [s.array for s in ir.pass_stores(p)], p.length)
         parts = self._partials(loops, folds)
         loops.buffers()
         loops.tiles()
@@ -111,15 +95,15 @@ class Passes(KernelPrinter):
         out.end()
         self._step(f"{name}_join", tile)
 
-    def compact(self, name: str, p: Compact) -> None:
+    def compact(self, name: str, p: ir.Compact) -> None:
         """A filter pass; a range of tiles after the first collects into scratch memory.
 
         The step after it moves what the ranges took to its place, in order. What then finds no
         room is put back: the same elements are taken whatever the number of threads.
         """
-        loops = Loops(self, TILE, pass_exprs(p), p.stores)
+        loops = Loops(self, TILE, ir.pass_exprs(p), p.stores)
         folds, out = list(p.folds), loops.out
-        loops.open(name, [s.array for s in pass_stores(p)], p.length)
+        loops.open(name, [s.array for s in ir.pass_stores(p)], p.length)
         parts = self._partials(loops, folds)
         saved = loops.saves(p)
         records = self._records(p, saved)
@@ -153,7 +137,7 @@ class Passes(KernelPrinter):
         self._gather(name, p, saved, records)
         self._join(name, folds, parts, p.length, TILE)
 
-    def _records(self, p: Compact, saved: dict[Array, str]) -> dict[str, Record]:
+    def _records(self, p: ir.Compact, saved: dict[Array, str]) -> dict[str, Record]:
         """Scratch memory of a filter pass: what each range took, from where, and old values."""
         capacity = self.kernel.limits.get(p.filter.capacity, p.filter.capacity)
         records = {s.array.name: self.record(s.array.storage, capacity) for s in p.emits}
@@ -161,12 +145,12 @@ class Passes(KernelPrinter):
         return records | {old: self.record("f32", capacity) for old in saved.values()}
 
     def _gather(
-        self, name: str, p: Compact, saved: dict[Array, str], records: dict[str, Record]
+        self, name: str, p: ir.Compact, saved: dict[Array, str], records: dict[str, Record]
     ) -> None:
         """Prints the step that moves what the ranges took to its place, in order."""
-        loops = Loops(self, TILE, pass_exprs(p), p.stores)
+        loops = Loops(self, TILE, ir.pass_exprs(p), p.stores)
         out = loops.out
-        loops.open(f"{name}_gather", [s.array for s in pass_stores(p)], p.length)
+        loops.open(f"{name}_gather", [s.array for s in ir.pass_stores(p)], p.length)
         for record in records.values():
             self.view_record(record, out)
         out(f"capacity = i64({self.print([p.filter.capacity], out, loops.known)[0]})")
@@ -195,7 +179,7 @@ class Passes(KernelPrinter):
         loops.close()
         self._step(f"{name}_gather", TILE)
 
-    def scatter(self, name: str, p: Scatter) -> None:
+    def scatter(self, name: str, p: ir.Scatter) -> None:
         loops = Loops(self, TILE, [p.index, p.value])
         out = loops.out
         loops.open(name, [p.array], p.length)
@@ -215,7 +199,7 @@ class Passes(KernelPrinter):
         loops.close()
         self._step(name, TILE)
 
-    def scan(self, name: str, p: Scan) -> None:
+    def scan(self, name: str, p: ir.Scan) -> None:
         f = p.fold
         loops = Loops(self, TILE, f.exprs)
         loops.open(name, [p.array], f.length)
@@ -232,7 +216,7 @@ class Passes(KernelPrinter):
         loops.close()
         self._step(name, TILE)
 
-    def order(self, name: str, p: Select | Sorting) -> None:
+    def order(self, name: str, p: ir.Select | ir.Sorting) -> None:
         sort, out = p.sort, self.out
         values = sort.values.name
         keys = [sort.keys] if sort.keys is not None else []
@@ -240,7 +224,7 @@ class Passes(KernelPrinter):
         out(f"if len({values}) == 0:")
         out("    return")
         find = "_at"
-        if isinstance(p, Select):
+        if isinstance(p, ir.Select):
             find = "_select" if sort.values.type == "float" else "_select_i"
         elif sort.keys is not None:
             out(f'order = np.argsort({sort.keys.name}, kind="mergesort")')
@@ -254,10 +238,10 @@ class Passes(KernelPrinter):
         out.end()
         self._step(name, TILE)
 
-    def scalars(self, name: str, p: Scalars) -> None:
+    def scalars(self, name: str, p: ir.Scalars) -> None:
         out, roots = self.out, [s.value for s in p.stores]
         self.head(name, out, [*loads(roots), *(s.array for s in p.stores)])
-        if any(e.op in RANDOM for e in walk(roots)):
+        if any(e.op in ir.RANDOM for e in walk(roots)):
             out("rng = I[1:5]")
         texts = self.print(roots, out, self.known(roots))
         for s, text in zip(p.stores, texts, strict=True):

@@ -11,30 +11,17 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
+from hipress.compll import ir
 from hipress.compll.backends.gpu.kernel import KernelPrinter, cast, loaded, stored
 from hipress.compll.backends.gpu.tiles import Tile
 from hipress.compll.backends.render import Known, machine_type
-from hipress.compll.ir import (
-    RANDOM,
-    Array,
-    Compact,
-    Expr,
-    Loop,
-    Pass,
-    Phase,
-    Scatter,
-    Store,
-    loads,
-    pass_exprs,
-    pass_stores,
-    walk,
-)
+from hipress.compll.ir import Array, Expr, Store, loads, walk
 
 WORDS = 1024
 """Words of marks of one program."""
 
 
-def left_in_states(printer: KernelPrinter, p: Compact) -> dict[Expr, Array] | None:
+def left_in_states(printer: KernelPrinter, p: ir.Compact) -> dict[Expr, Array] | None:
     """Returns values that unmarked elements leave in their states, if a marked one needs no other.
 
     The marking pass then writes these states at once. Returns None where it cannot.
@@ -85,7 +72,7 @@ def _flagged(flag: Expr, value: Expr) -> bool:
     return flag.op == "not" and flag.args[0].op == "finite" and flag.args[0].args[0] is value
 
 
-def count_marks(printer: KernelPrinter, name: str, p: Compact, mask: Array) -> None:
+def count_marks(printer: KernelPrinter, name: str, p: ir.Compact, mask: Array) -> None:
     """Prints the kernels that count the marks and tell each program where its elements go."""
     out, grid = printer.out, f"grid{name}_count"
     printer.grids[grid] = printer.tiles_text(p.length, WORDS * 32)
@@ -103,12 +90,12 @@ def count_marks(printer: KernelPrinter, name: str, p: Compact, mask: Array) -> N
     printer.launch(f"{name}_place", "1")
 
 
-def _print_capacity(printer: KernelPrinter, p: Compact, known: Known) -> None:
+def _print_capacity(printer: KernelPrinter, p: ir.Compact, known: Known) -> None:
     [capacity] = printer.print([p.filter.capacity], printer.out, known)
     printer.out(f"capacity = {cast(f'({capacity})', 'i64')}")
 
 
-def _load_words(printer: KernelPrinter, p: Compact, mask: Array) -> None:
+def _load_words(printer: KernelPrinter, p: ir.Compact, mask: Array) -> None:
     """Prints the load of a program's words of marks."""
     printer.out(f"lanes = t * {WORDS} + tl.arange(0, {WORDS})")
     size = printer.size(("words", mask.name), printer.tiles_text(p.length, 32))
@@ -120,7 +107,7 @@ def _load_words(printer: KernelPrinter, p: Compact, mask: Array) -> None:
 
 
 def print_marked(
-    printer: KernelPrinter, name: str, p: Compact, mask: Array, left: dict[Expr, Array] | None
+    printer: KernelPrinter, name: str, p: ir.Compact, mask: Array, left: dict[Expr, Array] | None
 ) -> None:
     """Prints the kernel that writes out the marked elements, in order, while there is room.
 
@@ -162,7 +149,11 @@ def print_marked(
 
 
 def _print_round(
-    printer: KernelPrinter, p: Compact, stores: list[Store], left: dict[Expr, Array], known: Known
+    printer: KernelPrinter,
+    p: ir.Compact,
+    stores: list[Store],
+    left: dict[Expr, Array],
+    known: Known,
 ) -> None:
     """Prints what is written for one round of elements; all is read before anything is written."""
     out, roots = printer.out, [s.value for s in (*p.emits, *stores)]
@@ -189,7 +180,7 @@ def _print_round(
         out(f"tl.store({s.array.name} + {at}, {stored(s.array, name)}, mask=taken)")
 
 
-def clear_rest(printer: KernelPrinter, name: str, p: Compact) -> None:
+def clear_rest(printer: KernelPrinter, name: str, p: ir.Compact) -> None:
     """Prints the kernel that zeroes the room that a filter left."""
     if not p.emits:
         return
@@ -213,8 +204,8 @@ def clear_rest(printer: KernelPrinter, name: str, p: Compact) -> None:
 class Corrected:
     """A loop that runs as if a scatter had set nothing, and the few elements where it did."""
 
-    loop: Loop
-    scatter: Scatter
+    loop: ir.Loop
+    scatter: ir.Scatter
     values: Array
     """Where the scattered values lie: the payload."""
     states: tuple[tuple[Store, Expr], ...]
@@ -223,7 +214,7 @@ class Corrected:
     """The element of the scattered array, in those values."""
 
 
-def correct_scatters(printer: KernelPrinter) -> list[Pass | Corrected]:
+def correct_scatters(printer: KernelPrinter) -> list[ir.Pass | Corrected]:
     """Returns the kernel's passes without scatters into memory that can be saved.
 
     The array would be as long as the gradient, written and read to change one element in a
@@ -231,13 +222,13 @@ def correct_scatters(printer: KernelPrinter) -> list[Pass | Corrected]:
     a pass over the few others corrects theirs.
     """
     passes = printer.kernel.passes
-    out: list[Pass | Corrected] = list(passes)
+    out: list[ir.Pass | Corrected] = list(passes)
     for p in passes:
-        if not isinstance(p, Scatter) or not (p.clear and p.distinct):
+        if not isinstance(p, ir.Scatter) or not (p.clear and p.distinct):
             continue
-        users = [q for q in passes if p.array in loads(pass_exprs(q)) and q is not p]
-        written = [s.array for q in passes for s in pass_stores(q) if s.value is p.value]
-        if len(users) != 1 or not isinstance(users[0], Loop) or not written:
+        users = [q for q in passes if p.array in loads(ir.pass_exprs(q)) and q is not p]
+        written = [s.array for q in passes for s in ir.pass_stores(q) if s.value is p.value]
+        if len(users) != 1 or not isinstance(users[0], ir.Loop) or not written:
             continue
         corrected = _corrected(printer, p, users[0], written[0])
         if corrected is not None:
@@ -246,11 +237,13 @@ def correct_scatters(printer: KernelPrinter) -> list[Pass | Corrected]:
     return out
 
 
-def _corrected(printer: KernelPrinter, p: Scatter, loop: Loop, values: Array) -> Corrected | None:
+def _corrected(
+    printer: KernelPrinter, p: ir.Scatter, loop: ir.Loop, values: Array
+) -> Corrected | None:
     if loop.block is not None or len(loop.phases) != 1 or loop.block_stores:
         return None
     g, phase = printer.graph, loop.phases[0]
-    reads = [e for e in walk(pass_exprs(loop)) if e.is_load and e.attr is p.array]
+    reads = [e for e in walk(ir.pass_exprs(loop)) if e.is_load and e.attr is p.array]
     if len(reads) != 1 or reads[0].op != "load" or reads[0].args[0].op != "idx":
         return None
     read = reads[0]
@@ -269,7 +262,7 @@ def _corrected(printer: KernelPrinter, p: Scatter, loop: Loop, values: Array) ->
             return None
         stores.append(Store(s.array, value))
         states.append((s, rest))
-    quiet = replace(loop, phases=(Phase(phase.folds, tuple(stores)),))
+    quiet = replace(loop, phases=(ir.Phase(phase.folds, tuple(stores)),))
     return Corrected(quiet, p, values, tuple(states), read)
 
 
@@ -286,7 +279,7 @@ def _alike(a: Expr, b: Expr) -> bool:
 def _made_of(root: Expr, known: set[Expr]) -> bool:
     """Whether a state's new value uses all of `known`, and no memory or draws besides."""
     needed = _needed_if_finite([root], known)
-    return known <= needed and not any(e.is_load or e.op in RANDOM for e in needed - known)
+    return known <= needed and not any(e.is_load or e.op in ir.RANDOM for e in needed - known)
 
 
 def print_corrections(printer: KernelPrinter, name: str, p: Corrected) -> None:

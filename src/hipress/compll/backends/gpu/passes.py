@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hipress.compll import ir
 from hipress.compll.backends.gpu.filters import (
     Corrected,
     clear_rest,
@@ -21,27 +22,7 @@ from hipress.compll.backends.gpu.kernel import (
 )
 from hipress.compll.backends.gpu.tiles import Tile
 from hipress.compll.backends.render import pass_method, wide_type
-from hipress.compll.ir import (
-    PACKED,
-    Array,
-    Compact,
-    Expr,
-    Fold,
-    Loop,
-    Pass,
-    Phase,
-    Scalars,
-    Scan,
-    Scatter,
-    Select,
-    Sorting,
-    Store,
-    loads,
-    pass_exprs,
-    pass_folds,
-    pass_stores,
-    walk,
-)
+from hipress.compll.ir import Array, Expr, Fold, Store, loads, walk
 from hipress.errors import BackendError
 
 MAX_PARTS = 2048
@@ -54,24 +35,24 @@ SELECT_PROGRAMS = 1024
 class Passes(KernelPrinter):
     """Prints the kernels of each pass and adds them to the launches."""
 
-    def print_pass(self, name: str, p: Pass | Corrected) -> None:
+    def print_pass(self, name: str, p: ir.Pass | Corrected) -> None:
         if isinstance(p, Corrected):
             self.loop(name, p.loop)
             print_corrections(self, f"{name}_correct", p)
         else:
             pass_method(self, p)(name, p)
 
-    def loop(self, name: str, p: Loop) -> None:
-        folds = pass_folds(p)
-        if p.block is None and not pass_stores(p) and all(f.kind != "fold" for f in folds):
+    def loop(self, name: str, p: ir.Loop) -> None:
+        folds = ir.pass_folds(p)
+        if p.block is None and not ir.pass_stores(p) and all(f.kind != "fold" for f in folds):
             self._reduction(name, p)
         else:
             self._elements(name, p)
 
-    def _elements(self, name: str, p: Loop) -> None:
+    def _elements(self, name: str, p: ir.Loop) -> None:
         stores = [s for phase in p.phases for s in phase.stores]
-        tile = Tile(self, p.length, p.block, pass_exprs(p), stores)
-        tile.open(f"{name}_tile", [s.array for s in pass_stores(p)])
+        tile = Tile(self, p.length, p.block, ir.pass_exprs(p), stores)
+        tile.open(f"{name}_tile", [s.array for s in ir.pass_stores(p)])
         for phase in p.phases:
             tile.block_folds([f for f in phase.folds if f.block is not None])
             whole = [f for f in phase.folds if f.block is None]
@@ -80,7 +61,7 @@ class Passes(KernelPrinter):
             tile.store(phase.stores)
         tile.block_store(p.block_stores)
         tile.close(name)
-        self._join(name, [f for f in pass_folds(p) if f.block is None], tile.grid, tile)
+        self._join(name, [f for f in ir.pass_folds(p) if f.block is None], tile.grid, tile)
 
     def _keep_part(self, name: str, tile: Tile, f: Fold, body: str) -> None:
         """Prints what a program's part of a reduction over the whole domain leaves in memory."""
@@ -91,7 +72,7 @@ class Passes(KernelPrinter):
         # One element is enough: the program that finds it sets the flag.
         if f is flag:
             out(f"_flag(frame + 6, {body})")
-        exprs = [e for p in self.kernel.passes for e in pass_exprs(p)]
+        exprs = [e for p in self.kernel.passes for e in ir.pass_exprs(p)]
         if f is not flag or any(e.op == "fold" and e.attr is f for e in walk(exprs)):
             out(f"_flag({self.result(f, 'bool')}, {body})")
 
@@ -101,10 +82,10 @@ class Passes(KernelPrinter):
         size = 4 if f.type == "float" else 8
         return self.pointer(piece, f"grid{name} * {size}", TYPES[wide_type(f.type)])
 
-    def _reduction(self, name: str, p: Loop) -> None:
+    def _reduction(self, name: str, p: ir.Loop) -> None:
         """A pass that only reduces: each program goes over many tiles and keeps its sums apart."""
-        folds, out = pass_folds(p), self.out
-        tile = Tile(self, p.length, None, pass_exprs(p))
+        folds, out = ir.pass_folds(p), self.out
+        tile = Tile(self, p.length, None, ir.pass_exprs(p))
         tile.open(f"{name}_tile", [])
         out(f"return ({', '.join(tile.bodies(folds))},)")
         out.end()
@@ -191,7 +172,7 @@ class Passes(KernelPrinter):
             text = f"_unkey({text})" if keys else text
             out(f"total = {self.combined(f, 'total', text, out)}")
 
-    def compact(self, name: str, p: Compact) -> None:
+    def compact(self, name: str, p: ir.Compact) -> None:
         """A filter: mark the elements, count the marks, then go to the few that are marked.
 
         Where the values of a marked element can be had from what an unmarked one leaves in its
@@ -207,7 +188,7 @@ class Passes(KernelPrinter):
         stores = [Store(mask, marks)]
         if left is not None:
             stores += self.stores_if(p, False)
-        self._elements(f"{name}_mark", Loop(p.length, None, (Phase(p.folds, tuple(stores)),)))
+        self._elements(f"{name}_mark", ir.Loop(p.length, None, (ir.Phase(p.folds, tuple(stores)),)))
         count_marks(self, name, p, mask)
         if p.emits or left is not None:
             print_marked(self, name, p, mask, left)
@@ -215,10 +196,10 @@ class Passes(KernelPrinter):
             is_marked = g.binary("ne", g.load(mask, g.idx(p.length)), g.const(0))
             asked = {e: is_marked for e in walk([s.value for s in p.stores]) if e.op == "taken"}
             final = tuple(Store(s.array, g.substitute(s.value, asked)) for s in p.stores)
-            self._elements(f"{name}_store", Loop(p.length, None, (Phase((), final),)))
+            self._elements(f"{name}_store", ir.Loop(p.length, None, (ir.Phase((), final),)))
         clear_rest(self, f"{name}_rest", p)
 
-    def scatter(self, name: str, p: Scatter) -> None:
+    def scatter(self, name: str, p: ir.Scatter) -> None:
         out, array = self.out, p.array
         size = self.length_text(array.length)
         decodes = array is self.kernel.output
@@ -282,7 +263,7 @@ class Passes(KernelPrinter):
         out(f"_spoil({array.name}, {length}, t, {count}, {stored(array, 'value')})")
         self.launch(name, programs)
 
-    def scan(self, name: str, p: Scan) -> None:
+    def scan(self, name: str, p: ir.Scan) -> None:
         f, out = p.fold, self.out
         if f.kind == "sum" and f.type == "int":
             self._scan_ints(name, p)
@@ -316,7 +297,7 @@ class Passes(KernelPrinter):
         out(f"    {name}_tile(full, {self.args}, acc, True)")
         self.launch(name, "1")
 
-    def _scan_ints(self, name: str, p: Scan) -> None:
+    def _scan_ints(self, name: str, p: ir.Scan) -> None:
         """Sums of ints up to each element: sums of tiles, sums of the tiles before, then all."""
         f, out = p.fold, self.out
         tile = Tile(self, f.length, None, f.exprs)
@@ -336,10 +317,10 @@ class Passes(KernelPrinter):
         tile.write(p.array, "found")
         tile.close(name)
 
-    def order(self, name: str, p: Select | Sorting) -> None:
+    def order(self, name: str, p: ir.Select | ir.Sorting) -> None:
         sort, out = p.sort, self.out
         picks = self.picks(sort)
-        if isinstance(p, Select) and sort.values.type == "float":
+        if isinstance(p, ir.Select) and sort.values.type == "float":
             for j, e in enumerate(picks):
                 self._select(f"{name}_k{j}", e)
             return
@@ -388,14 +369,14 @@ class Passes(KernelPrinter):
         out(f"tl.store({self.result(e, e.type)}, _select_value({counts}, {found}))")
         self.launch(f"{name}_value", "1", 8)
 
-    def scalars(self, name: str, p: Scalars) -> None:
+    def scalars(self, name: str, p: ir.Scalars) -> None:
         roots = [s.value for s in p.stores]
         self.head(name)
         self.views([*loads(roots), *(s.array for s in p.stores)])
         self.draws(roots)
         texts = self.print(roots, self.out, self.known(roots))
         for s, text in zip(p.stores, texts, strict=True):
-            packed = s.array.storage in PACKED
+            packed = s.array.storage in ir.PACKED
             value = f"({text}).to(tl.uint8)" if packed else stored(s.array, f"({text})")
             self.out(f"tl.store({s.array.name}, {value})")
         self.launch(name, "1")

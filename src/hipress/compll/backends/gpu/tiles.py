@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from hipress.compll import ir
 from hipress.compll.backends.gpu.kernel import (
     KernelPrinter,
     Launch,
@@ -20,18 +21,7 @@ from hipress.compll.backends.gpu.kernel import (
     stored,
 )
 from hipress.compll.backends.render import Known, machine_type, wide_type
-from hipress.compll.ir import (
-    PACKED,
-    RANDOM,
-    STORAGE_BITS,
-    Array,
-    Expr,
-    Fold,
-    Store,
-    loads,
-    walk,
-    with_blocks,
-)
+from hipress.compll.ir import Array, Expr, Fold, Store, loads, walk
 from hipress.errors import BackendError
 
 ELEMENTS = 4096
@@ -45,7 +35,7 @@ def _shape(encodes: bool, block: int | None, roots: list[Expr]) -> tuple[int, in
     independent loads in a thread; an encoder is faster with fewer registers. What a tile does
     once (reading its row of numbers) is shared by its elements.
     """
-    if any(e.op in RANDOM for e in walk(roots)) and block is None and encodes:
+    if any(e.op in ir.RANDOM for e in walk(roots)) and block is None and encodes:
         return 2 * ELEMENTS, 32
     if not encodes or (block or 0) >= ELEMENTS:
         return ELEMENTS, 16
@@ -73,7 +63,7 @@ class Tile:
         self.length = length
         self.known: Known = {}
         self.roots = roots
-        everything = with_blocks(roots)
+        everything = ir.with_blocks(roots)
         preferred, per_thread = _shape(printer.kernel.output is None, block, everything)
         elements = elements or preferred
         self.block = block or elements
@@ -89,9 +79,9 @@ class Tile:
         self.masked = self.block != self.cols
         """Whether even a full tile has columns that are not there."""
         self.units = {
-            a: 32 if self.block * STORAGE_BITS[a.storage] % 32 == 0 else 8
+            a: 32 if self.block * ir.STORAGE_BITS[a.storage] % 32 == 0 else 8
             for a in (*loads(everything), *(s.array for s in stores))
-            if a.storage in PACKED
+            if a.storage in ir.PACKED
         }
         """Bits that packed codes are read and written in."""
         uses = Counter(roots)
@@ -110,7 +100,7 @@ class Tile:
     def open(self, name: str, arrays: Iterable[Array], more: str = "") -> None:
         """Opens the function."""
         out, printer = self.out, self.printer
-        everything = with_blocks(self.roots)
+        everything = ir.with_blocks(self.roots)
         out("@triton.jit")
         out(f"def {name}(t, {printer.args}{more}, TAIL: tl.constexpr):")
         out.depth += 1
@@ -173,7 +163,7 @@ class Tile:
                 if self._fusable(e.args[k]):
                     other = spread(args[1 - k], e.args[1 - k], 2)
                     return f"_plus_uniform({other}, {self._bits(e.args[k], 'rng')})"
-        if e.op in RANDOM and aligned and not self.masked:
+        if e.op in ir.RANDOM and aligned and not self.masked:
             bits = self._bits(e, "rng" if len(args) == 1 else f"_keyed({args[1]})")
             return random_value(e, bits)
         return self.printer.spell(e, args)
@@ -190,14 +180,14 @@ class Tile:
 
     def _own(self, array: Array) -> str:
         """Returns the elements of the tile itself."""
-        if array.storage not in PACKED:
+        if array.storage not in ir.PACKED:
             return loaded(array, f"tl.load({array.name} + start + offs, mask=live)")
-        bits, unit = STORAGE_BITS[array.storage], self.units[array]
+        bits, unit = ir.STORAGE_BITS[array.storage], self.units[array]
         return f"_unpack({self._units(array, 'tl.load')}, {bits}, {unit})"
 
     def _units(self, array: Array, call: str, value: str = "") -> str:
         """Returns a load or store of the units that hold the tile's codes."""
-        per = self.units[array] // STORAGE_BITS[array.storage]
+        per = self.units[array] // ir.STORAGE_BITS[array.storage]
         width, stride = self.cols // per, self.block // per
         at = f"tl.arange(0, {width})[None, :]"
         if self.rows > 1:
@@ -262,7 +252,7 @@ class Tile:
                 init = cast(f"({init})", wide_type(f.type))
                 result = self.printer.combined(f, init, f"({result})", self.out)
             name = self._named(result)
-            for e in walk(with_blocks(self.roots)):
+            for e in walk(ir.with_blocks(self.roots)):
                 if e.op == "fold" and e.attr is f:
                     is_float = f.type == "float"
                     self.known[e] = name if is_float else self._named(cast(name, machine_type(e)))
@@ -276,8 +266,8 @@ class Tile:
         names = [self._named(self.whole(text, s.value)) for text, s in typed]
         for name, s in zip(names, stores, strict=True):
             array = s.array
-            if array.storage in PACKED:
-                bits, unit = STORAGE_BITS[array.storage], self.units[array]
+            if array.storage in ir.PACKED:
+                bits, unit = ir.STORAGE_BITS[array.storage], self.units[array]
                 codes = self._named(cast(name, "i32"))
                 self._if_masked(f"{codes} = tl.where(live, {codes}, 0)")
                 units = f"_pack({codes}, {bits}, {unit})" + ".to(tl.uint8)" * (unit == 8)

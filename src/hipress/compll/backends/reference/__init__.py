@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hipress.compll import ir
 from hipress.compll.backends.host import (
     entry_args,
     entry_start,
@@ -17,24 +18,7 @@ from hipress.compll.backends.host import (
 )
 from hipress.compll.backends.reference import prelude
 from hipress.compll.backends.render import INFIX, Lines, Printer, copied, pass_method
-from hipress.compll.ir import (
-    RANDOM,
-    Array,
-    Compact,
-    Expr,
-    Fold,
-    Kernel,
-    Loop,
-    Pass,
-    Scalars,
-    Scan,
-    Scatter,
-    Select,
-    Sorting,
-    Store,
-    pass_exprs,
-    walk,
-)
+from hipress.compll.ir import Array, Expr, Fold, Kernel, Store, walk
 
 _OPS = {
     **INFIX,
@@ -131,7 +115,7 @@ class _KernelPrinter(Printer):
             return "np.arange(m)"
         if e.op in ("bnum", "bstart", "blen"):
             return {"bnum": "i64(t)", "bstart": "i64(a)", "blen": "i64(m)"}[e.op]
-        if e.op in RANDOM:
+        if e.op in ir.RANDOM:
             rng = "rng" if len(args) == 1 else f"(int({args[1]}), 0, 0)"
             return f"_{e.op}({args[0]}, {e.attr}, {rng})"
         if e.op == "fold":
@@ -163,7 +147,7 @@ class _KernelPrinter(Printer):
 
     # Passes.
 
-    def _pass(self, p: Pass) -> None:
+    def _pass(self, p: ir.Pass) -> None:
         before = set(self.known)
         pass_method(self, p)(p)
         # Texts of elements name this pass's variables; what is the same everywhere may stay.
@@ -171,7 +155,7 @@ class _KernelPrinter(Printer):
             e: t for e, t in self.known.items() if e in before or e.op in ("count", "pick")
         }
 
-    def scalars(self, p: Scalars) -> None:
+    def scalars(self, p: ir.Scalars) -> None:
         for s, text in zip(p.stores, self.values(s.value for s in p.stores), strict=True):
             whole = f"np.full(1, {text}, {_dtype(s.array)})"
             self.out(f"_save({s.array.name}, {s.array.storage!r}, {whole})")
@@ -216,7 +200,7 @@ class _KernelPrinter(Printer):
         inner = {**self.known, f.carry: acc, f.item: "item"}
         self.out(f"{acc} = {self.print([f.combine], self.out, inner)[0]}")
 
-    def loop(self, p: Loop) -> None:
+    def loop(self, p: ir.Loop) -> None:
         if p.block is not None:
             self._blocks(p)
             return
@@ -227,7 +211,7 @@ class _KernelPrinter(Printer):
             if phase.stores:
                 self._store(phase.stores, length)
 
-    def _blocks(self, p: Loop) -> None:
+    def _blocks(self, p: ir.Loop) -> None:
         out = self.out
         stores = [s for ph in p.phases for s in ph.stores]
         codes = {}
@@ -268,7 +252,7 @@ class _KernelPrinter(Printer):
             out(f"{whole} = np.concatenate([np.zeros(0, {empty}), *{part}])")
             self._fold(f, f"len({whole})", whole)
 
-    def compact(self, p: Compact) -> None:
+    def compact(self, p: ir.Compact) -> None:
         out = self.out
         length = self._len(p.length)
         for f in p.folds:
@@ -297,11 +281,11 @@ class _KernelPrinter(Printer):
         count = self.fresh()
         out(f"{count} = i64(len({hits}))")
         for other in self.kernel.passes:
-            for e in walk(pass_exprs(other)):
+            for e in walk(ir.pass_exprs(other)):
                 if e.op == "count" and e.attr is p.filter:
                     self.known[e] = count
 
-    def order(self, p: Select | Sorting) -> None:
+    def order(self, p: ir.Select | ir.Sorting) -> None:
         sort, out = p.sort, self.out
         values = sort.values.name
         if sort.keys is not None:
@@ -315,7 +299,7 @@ class _KernelPrinter(Printer):
             out(f"{name} = _at({loaded}, {at})")
             self.known.update({e: name for e in self.picks(sort) if e.args[0] is rank})
 
-    def scan(self, p: Scan) -> None:
+    def scan(self, p: ir.Scan) -> None:
         f, out = p.fold, self.out
         assert f.kind != "or"
         length = self._len(f.length)
@@ -336,7 +320,7 @@ class _KernelPrinter(Printer):
         target = f"{p.array.name}[: len({rows})]"
         out(f"_save({target}, {p.array.storage!r}, np.array({rows}, {kind}))")
 
-    def scatter(self, p: Scatter) -> None:
+    def scatter(self, p: ir.Scatter) -> None:
         out = self.out
         length = self._len(p.length)
         index, value = self.values([p.index, p.value])
