@@ -251,11 +251,8 @@ class Draft:
     writes: list[Write] = field(default_factory=list)
     emits: list[tuple[ir.Filter, Array, Expr]] = field(default_factory=list)
     sorts: list[ir.Sort] = field(default_factory=list)
-    scans: list[tuple[Fold, Array]] = field(default_factory=list)
-    spreads: list[tuple[Array, Expr, Expr, Expr, bool]] = field(default_factory=list)
-    """Target, length, index, value, whether it starts from zero."""
-    distinct: set[Array] = field(default_factory=set)
-    """Targets that get at most one value at each index."""
+    scans: list[ir.Scan] = field(default_factory=list)
+    scatters: list[ir.Scatter] = field(default_factory=list)
     requires: list[ir.Require] = field(default_factory=list)
     temps: list[Array] = field(default_factory=list)
     folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
@@ -314,16 +311,16 @@ class Draft:
         """Returns every value that the kernel is asked for."""
         out = [w.value for w in self.writes] + [value for _, _, value in self.emits]
         out += [e for s in self.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
-        out += [e for f, _ in self.scans for e in f.exprs]
-        out += [e for s in self.spreads for e in s[1:4]]
+        out += [e for scan in self.scans for e in scan.fold.exprs]
+        out += [e for s in self.scatters for e in (s.length, s.index, s.value)]
         return out + [r.cond for r in self.requires]
 
     def _made_of(self, array: Array) -> list[Expr]:
         """Returns the values that an array in memory was written from."""
         made = [w.value for w in self.writes if w.array is array]
         made += [value for _, target, value in self.emits if target is array]
-        made += [e for f, target in self.scans if target is array for e in f.exprs]
-        made += [e for s in self.spreads if s[0] is array for e in s[1:4]]
+        made += [e for s in self.scans if s.array is array for e in s.fold.exprs]
+        made += [e for s in self.scatters if s.array is array for e in (s.length, s.index, s.value)]
         return made + [s.value for s in self.sorts if s.values is array]
 
     def blocks(self, size: int) -> Expr:
@@ -396,13 +393,13 @@ class Draft:
         """Plans the scatter itself, into memory that exists."""
         ix = self.graph.idx(value.index.length)
         with self.unblocked():
-            pair = (value.index.at(ix), value.value.at(ix))
-        self.spreads.append((target, value.index.length, *pair, clear))
-        if isinstance(value.index, Computed | Stored) and value.index.distinct:
-            self.distinct.add(target)
+            index, added = value.index.at(ix), value.value.at(ix)
+        distinct = isinstance(value.index, Computed | Stored) and value.index.distinct
+        scatter = ir.Scatter(value.index.length, index, added, target, clear, distinct)
+        self.scatters.append(scatter)
 
     def scanned(self, fold: Fold, elem: ElemType) -> Array:
         """Returns a running reduction in memory."""
         array = self.temp(elem, fold.length)
-        self.scans.append((fold, array))
+        self.scans.append(ir.Scan(fold, array))
         return array

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from hipress.compll import ir
 from hipress.compll.front.arrays import Draft, Write
@@ -66,19 +67,13 @@ class _Scheduler:
         self.fixed: list[tuple[int, list[Expr], ir.Pass]] = []
         """Passes of their own: level, what they read, the pass."""
         self._levels: dict[object, int] = {}
-        self.written_by: dict[Array, object] = {}
-        for write in draft.writes:
-            self.written_by[write.array] = write
-        for found, array, _ in draft.emits:
-            self.written_by[array] = found
-        for sort in draft.sorts:
-            self.written_by[sort.values] = sort
-            if sort.keys is not None:
-                self.written_by[sort.keys] = sort
-        for fold, array in draft.scans:
-            self.written_by[array] = fold
-        for spread in draft.spreads:
-            self.written_by[spread[0]] = spread
+        self.written_by: dict[Array | None, object] = {
+            **{write.array: write for write in draft.writes},
+            **{array: found for found, array, _ in draft.emits},
+            **{array: s for s in draft.sorts for array in (s.values, s.keys)},
+            **{scan.array: scan.fold for scan in draft.scans},
+            **{scatter.array: scatter for scatter in draft.scatters},
+        }
 
     def run(self, nonfinite: Fold | None) -> tuple[ir.Pass, ...]:
         draft = self.draft
@@ -114,23 +109,17 @@ class _Scheduler:
     # What there is to do.
 
     def _global_folds(self) -> list[Fold]:
-        found = {x.attr: None for x in ir.walk_all(self.draft.exprs()) if x.op == "fold"}
-        folds = [f for f in found if f.block is None]
-        return sorted(folds, key=self._level)
+        found = [e.attr for e in ir.walk_all(self.draft.exprs()) if e.op == "fold"]
+        return sorted((f for f in dict.fromkeys(found) if f.block is None), key=self._level)
 
     def _filters(self) -> list[ir.Filter]:
-        found = {f: None for f, _, _ in self.draft.emits}
-        found.update(
-            {x.attr: None for x in ir.walk_all(self.draft.exprs()) if x.op in ("count", "taken")}
-        )
-        return list(found)
+        emits = [f for f, _, _ in self.draft.emits]
+        asked = (e for e in ir.walk_all(self.draft.exprs()) if e.op in ("count", "taken"))
+        return list(dict.fromkeys([*emits, *(e.attr for e in asked)]))
 
     def _outputs(self) -> list[Write]:
-        return [
-            w
-            for w in self.draft.writes
-            if w.final and w.each != "scalar" and w.array not in self.states
-        ]
+        finals = [w for w in self.draft.writes if w.final and w.each != "scalar"]
+        return [w for w in finals if w.array not in self.states]
 
     # Levels.
 
@@ -149,23 +138,18 @@ class _Scheduler:
             return self._wait([job.value, job.key, *job.ranks]) + 1  # first its input is written
         if isinstance(job, Write):
             return self._wait([job.value, job.length])
-        assert isinstance(job, tuple)
-        return self._wait(job[1:4])
+        assert isinstance(job, ir.Scatter)
+        return self._wait([job.length, job.index, job.value])
 
     def _wait(self, exprs: Iterable[Expr], within: ir.Filter | None = None) -> int:
         level = 0
         for e in walk(ir.with_blocks(exprs)):
-            if e.op == "fold" and e.attr.block is None:
-                level = max(level, self._level(e.attr) + 1)
-            elif e.op == "pick":
-                level = max(level, self._level(e.attr) + 1)
-            elif e.op == "count":
+            if e.op in ("pick", "count") or (e.op == "fold" and e.attr.block is None):
                 level = max(level, self._level(e.attr) + 1)
             elif e.op == "taken" and e.attr is not within:
                 level = max(level, self._level(e.attr))
-            elif e.is_load and e.attr in self.written_by:
-                if e.attr not in self.states:
-                    level = max(level, self._level(self.written_by[e.attr]) + 1)
+            elif e.is_load and e.attr in self.written_by and e.attr not in self.states:
+                level = max(level, self._level(self.written_by[e.attr]) + 1)
             elif e.op == "idx":
                 level = max(level, self._wait([e.attr]))
         return level
@@ -227,12 +211,10 @@ class _Scheduler:
             reads = [sort.value, sort.key]
             whole = sort.whole or sort.keys is not None
             self.fixed.append((level, reads, ir.Sorting(sort) if whole else ir.Select(sort)))
-        for fold, array in d.scans:
-            self.fixed.append((self._level(fold), fold.exprs, ir.Scan(fold, array)))
-        for spread in d.spreads:
-            array, length, index, value, clear = spread
-            scatter = ir.Scatter(length, index, value, array, clear, array in d.distinct)
-            self.fixed.append((self._level(spread), [index, value], scatter))
+        for scan in d.scans:
+            self.fixed.append((self._level(scan.fold), scan.fold.exprs, scan))
+        for p in d.scatters:
+            self.fixed.append((self._level(p), [p.index, p.value], p))
 
     def _place_states(self) -> None:
         """All states are written in one pass, the last that reads any of them."""
@@ -273,11 +255,8 @@ class _Scheduler:
 
     def _reads_state(self, exprs: Iterable[Expr], *, aside: bool = False) -> bool:
         """Whether a state is read (with `aside`: at another index than the element's own)."""
-        for e in walk(ir.with_blocks(exprs)):
-            if e.is_load and e.attr in self.states:
-                if not aside or e.args[0].op != "idx":
-                    return True
-        return False
+        reads = [e for e in walk(ir.with_blocks(exprs)) if e.is_load and e.attr in self.states]
+        return any(not aside or e.args[0].op != "idx" for e in reads)
 
     def _place_flag(self, flag: Fold) -> None:
         for p in sorted(self.open, key=lambda p: p.level):
@@ -327,13 +306,12 @@ def _drop_unread(draft: Draft) -> None:
             elif e.op == "pick":
                 read.add(e.attr.values)
         idle = set(draft.temps) - read
-        before = len(draft.writes) + len(draft.emits) + len(draft.scans) + len(draft.spreads)
-        draft.writes[:] = [w for w in draft.writes if w.array not in idle]
+        targets: tuple[list[Any], ...] = (draft.writes, draft.scans, draft.scatters)
+        before = sum(map(len, (*targets, draft.emits)))
+        for target in targets:
+            target[:] = [x for x in target if x.array not in idle]
         draft.emits[:] = [x for x in draft.emits if x[1] not in idle]
-        draft.scans[:] = [x for x in draft.scans if x[1] not in idle]
-        draft.spreads[:] = [x for x in draft.spreads if x[0] not in idle]
-        after = len(draft.writes) + len(draft.emits) + len(draft.scans) + len(draft.spreads)
-        if after == before:
+        if sum(map(len, (*targets, draft.emits))) == before:
             return
 
 
