@@ -13,48 +13,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hipress.compll import ir
-from hipress.compll.front.graph import Graph
+from hipress.compll.front.graph import INT, ElemType, Graph, convert
 from hipress.compll.ir import Array, Expr, Fold, walk
-
-
-@dataclass(frozen=True, slots=True)
-class ElemType:
-    """A type of the language without the star."""
-
-    kind: str
-    """`float`, `int`, `uint`, `float16` or `bfloat16`."""
-    bits: int = 0
-    """Width of a `uint`."""
-
-    def __str__(self) -> str:
-        return f"uint{self.bits}" if self.kind == "uint" else self.kind
-
-    @property
-    def storage(self) -> str:
-        names = {"float": "f32", "int": "i64", "float16": "f16", "bfloat16": "bf16"}
-        return names.get(self.kind) or f"u{self.bits}"
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of one scalar in a payload."""
-        return max(1, ir.STORAGE_BITS[self.storage] // 8)
-
-
-FLOAT = ElemType("float")
-INT = ElemType("int")
-BOOL = ElemType("uint", 1)
-
-
-def convert(graph: Graph, value: Expr, elem: ElemType) -> Expr:
-    """Returns `value` as an element of this type (a `uint` saturates)."""
-    if elem.kind == "float":
-        return graph.to_float(value)
-    if elem.kind == "int":
-        return graph.to_int(value)
-    if elem.kind == "uint":
-        return graph.to_uint(value, elem.bits)
-    rounded = {"float16": "round_f16", "bfloat16": "round_bf16"}[elem.kind]
-    return graph.unary(rounded, graph.to_float(value))
 
 
 class ArrayValue(Protocol):

@@ -12,20 +12,16 @@ from dataclasses import dataclass
 
 from hipress.compll.front import ast
 from hipress.compll.front.arrays import (
-    BOOL,
-    FLOAT,
     ArrayValue,
     Computed,
     Draft,
-    ElemType,
     InBlocks,
     PerBlock,
     Sliced,
     Stored,
-    convert,
 )
 from hipress.compll.front.expressions import Expressions
-from hipress.compll.front.graph import Graph, TooDeep
+from hipress.compll.front.graph import BOOL, FLOAT, ElemType, Graph, TooDeep, convert
 from hipress.compll.front.parse import TYPES
 from hipress.compll.front.scope import (
     Binding,
@@ -312,10 +308,10 @@ class _Checker(Expressions):
         value = self.value(node, env)
         if isinstance(value, Scalar):
             sent = self.graph.sent(convert(self.graph, value.value, value.elem))
-            return Part(value.elem, sent, node.pos)
+            return Part(value.elem, sent)
         if isinstance(value, Func | Struct | Unset):
             self.fail(node, "concat takes numbers and arrays that have a value")
-        return Part(value.elem, value, node.pos)
+        return Part(value.elem, value)
 
     def _extract(self, call: ast.Call, env: Env) -> None:
         if env.per() is not None:
@@ -349,11 +345,11 @@ class _Checker(Expressions):
                         f" function; write {slot.elem} {target.id}[size];",
                     )
                 array = Array(f"section{i}", slot.elem.storage, length, target.id)
-                parts.append(Part(slot.elem, Stored(self.draft, array, slot.elem), target.pos))
+                parts.append(Part(slot.elem, Stored(self.draft, array, slot.elem)))
             elif isinstance(slot, Unset | Scalar):
                 array = Array(f"section{i}", slot.elem.storage, self.graph.const(1), target.id)
                 value = self.graph.load(array, self.graph.const(0))
-                parts.append(Part(slot.elem, value, target.pos))
+                parts.append(Part(slot.elem, value))
             else:
                 self.unknown(target, target.id, env)
         return parts

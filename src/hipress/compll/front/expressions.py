@@ -10,18 +10,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from hipress.compll.front import ast, operators
-from hipress.compll.front.arrays import (
-    BOOL,
-    FLOAT,
-    INT,
-    ArrayValue,
-    Draft,
-    ElemType,
-    InBlocks,
-    Sliced,
-    Stored,
-    convert,
-)
+from hipress.compll.front.arrays import ArrayValue, Draft, InBlocks, Sliced, Stored
+from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, convert
 from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.ir import Expr

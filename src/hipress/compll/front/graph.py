@@ -10,6 +10,29 @@ from typing import Any
 
 from hipress.compll.ir import MAX_NUMEL, OPS, STORAGE_BITS, Array, Expr, Filter, Fold, Sort, Type
 
+
+@dataclass(frozen=True, slots=True)
+class ElemType:
+    """A type of the language without the star."""
+
+    kind: str
+    """`float`, `int`, `uint`, `float16` or `bfloat16`."""
+    bits: int = 0
+    """Width of a `uint`."""
+
+    def __str__(self) -> str:
+        return f"uint{self.bits}" if self.kind == "uint" else self.kind
+
+    @property
+    def storage(self) -> str:
+        names = {"float": "f32", "int": "i64", "float16": "f16", "bfloat16": "bf16"}
+        return names.get(self.kind) or f"u{self.bits}"
+
+
+FLOAT = ElemType("float")
+INT = ElemType("int")
+BOOL = ElemType("uint", 1)
+
 _INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
 
 MAX_DEPTH = 150
@@ -346,3 +369,15 @@ def _never_negative(e: Expr) -> bool:
         starts = f.kind in ("sum", "max") and f.init.op == "const" and f.init.attr >= 0
         return starts and (f.kind == "max" or _never_negative(f.body))
     return e.op == "float" and e.args[0].lo >= 0
+
+
+def convert(graph: Graph, value: Expr, elem: ElemType) -> Expr:
+    """Returns `value` as an element of this type (a `uint` saturates)."""
+    if elem.kind == "float":
+        return graph.to_float(value)
+    if elem.kind == "int":
+        return graph.to_int(value)
+    if elem.kind == "uint":
+        return graph.to_uint(value, elem.bits)
+    rounded = {"float16": "round_f16", "bfloat16": "round_bf16"}[elem.kind]
+    return graph.unary(rounded, graph.to_float(value))

@@ -10,19 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hipress.compll.front import ast
-from hipress.compll.front.arrays import (
-    FLOAT,
-    INT,
-    ArrayValue,
-    Computed,
-    ElemType,
-    Kept,
-    Ordered,
-    Sliced,
-    Spread,
-    Stored,
-    convert,
-)
+from hipress.compll.front.arrays import ArrayValue, Computed, Kept, Ordered, Sliced, Spread, Stored
+from hipress.compll.front.graph import FLOAT, INT, ElemType, convert
 from hipress.compll.front.scope import Binding, Env, Func, Scalar
 from hipress.compll.ir import Expr, Filter, Fold, Require, Sort
 
@@ -76,13 +65,19 @@ _BUILTIN = {
 }
 
 
-def _function(checker: Expressions, node: ast.Expr, env: Env, num_args: int) -> Callable[..., Expr]:
-    """Returns a lambda or a built-in as a function from values and a position to a value."""
+_Function = Callable[[list[Expr], Expr | None], Expr]
+"""A function from values, and the position they are taken from, to a value."""
+
+
+def _function(
+    checker: Expressions, node: ast.Expr, env: Env, num_args: int
+) -> tuple[_Function, Func | None]:
+    """Returns a lambda or a built-in as a function, and the lambda."""
     if isinstance(node, ast.Name) and env.home(node.id) is None and node.id in _BUILTIN:
         if _BUILTIN[node.id] != num_args:
             checker.fail(node, f"{node.id} takes {_BUILTIN[node.id]} arguments, not {num_args}")
         name = node.id
-        return lambda args, position: _apply_builtin(checker, name, args)
+        return lambda args, position: _apply_builtin(checker, name, args), None
     func = checker.value(node, env)
     if not isinstance(func, Func):
         checker.fail(node, "a lambda is needed here")
@@ -92,7 +87,7 @@ def _function(checker: Expressions, node: ast.Expr, env: Env, num_args: int) -> 
         )
     # An array is computed when it is used; the lambda must see its names as they are now.
     given = Func(func.code, func.env.frozen())
-    return lambda args, position: checker.apply(node, given, args, position).value
+    return lambda args, position: checker.apply(node, given, args, position).value, given
 
 
 def _apply_builtin(checker: Expressions, name: str, args: list[Expr]) -> Expr:
@@ -108,21 +103,12 @@ def _apply_builtin(checker: Expressions, name: str, args: list[Expr]) -> Expr:
     return g.unary(name, value)
 
 
-def _returns(checker: Expressions, node: ast.Expr, env: Env, of: ElemType) -> ElemType:
-    """Returns the element type that a mapped function gives."""
-    if isinstance(node, ast.Name) and env.home(node.id) is None:
-        return of
-    func = checker.value(node, env)
-    assert isinstance(func, Func)
-    return checker.elem(func.code.returns, func.env)
-
-
 def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`map(a, ..., f)`: f of the elements at each index."""
     arrays = [checker.array(a, env) for a in node.args[:-1]]
-    f = _function(checker, node.args[-1], env, len(arrays))
-    elem = _returns(checker, node.args[-1], env, arrays[0].elem)
+    f, func = _function(checker, node.args[-1], env, len(arrays))
     first = arrays[0]
+    elem = checker.elem(func.code.returns, func.env) if func is not None else first.elem
     for other, place in zip(arrays[1:], node.args[1:], strict=False):
         if other.length is not first.length:
             checker.fail(
@@ -139,7 +125,7 @@ def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
             elem,
             lambda i: convert(g, f([a.source(i) for a in kept], i), elem),
         )
-        # What needs the filter's own result is told after its pass, not inside it.
+        # What needs the filter's own result is computed after its pass, not inside it.
         if not checker.draft.depends(source.element, kept[0].filter):
             return source
 
@@ -160,9 +146,17 @@ def _folding(
 ) -> tuple[Fold, ElemType]:
     """Returns the reduction that `reduce` and `scan` share: (array, init, f)."""
     g = checker.graph
-    f = _function(checker, node.args[2], env, 2)
-    elem = _returns(checker, node.args[2], env, array.elem)
-    _same_types(checker, node.args[2], env, elem)
+    f, func = _function(checker, node.args[2], env, 2)
+    elem = array.elem
+    if func is not None:
+        elem = checker.elem(func.code.returns, func.env)
+        for arg in func.code.args:
+            if checker.elem(arg.type, func.env) != elem:
+                checker.fail(
+                    arg,
+                    f"{arg.name!r} must be {elem}, as the result: a reduction takes its "
+                    "own results as arguments",
+                )
     init = convert(g, checker.scalar(node.args[1], env), elem)
     if init.variance == 2:
         checker.fail(node.args[1], "the start of a reduction is the same for all elements")
@@ -183,21 +177,6 @@ def _folding(
     length = g.n if block is not None else array.length
     rest = (combine, carry, item) if kind == "fold" else (None, None, None)
     return Fold(kind, body.type, init, body, length, block, *rest), elem  # type: ignore[arg-type]
-
-
-def _same_types(checker: Expressions, node: ast.Expr, env: Env, elem: ElemType) -> None:
-    """A reduction takes results as arguments again: all its types are one."""
-    if isinstance(node, ast.Name) and env.home(node.id) is None:
-        return
-    func = checker.value(node, env)
-    assert isinstance(func, Func)
-    for arg in func.code.args:
-        if checker.elem(arg.type, func.env) != elem:
-            checker.fail(
-                arg,
-                f"{arg.name!r} must be {elem}, as the result: a reduction takes its "
-                "own results as arguments",
-            )
 
 
 def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -227,7 +206,7 @@ def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     _not_in_blocks(checker, node, array)
     if isinstance(array, Kept):
         checker.fail(node, "a filtered array cannot be filtered again; join the two conditions")
-    keep = _function(checker, node.args[1], env, 1)
+    keep, _ = _function(checker, node.args[1], env, 1)
     ix = _domain(checker, array.length)
     with checker.draft.unblocked():
         cond = checker.graph.to_bool(keep([array.at(ix)], ix))
@@ -250,7 +229,7 @@ def sort_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     values = draft.temp(array.elem, array.length)
     key, keys = body, None
     if len(node.args) == 2:
-        key = _function(checker, node.args[1], env, 1)([body], ix)
+        key = _function(checker, node.args[1], env, 1)[0]([body], ix)
         if key is not body:
             keys = draft.temp(FLOAT if key.type == "float" else INT, array.length)
     sort = Sort(body, key, array.length, values, keys)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hipress.compll.front import ast
-from hipress.compll.front.arrays import ArrayValue, ElemType
+from hipress.compll.front.arrays import ArrayValue
+from hipress.compll.front.graph import ElemType
 from hipress.compll.ir import Expr
 
 ParamValue = int | float
@@ -124,4 +125,3 @@ class Part:
 
     elem: ElemType
     value: Expr | ArrayValue
-    pos: ast.Pos

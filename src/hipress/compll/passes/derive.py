@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from hipress.compll import ir
 from hipress.compll.front import ast, check
 from hipress.compll.front.arrays import (
-    FLOAT,
     ArrayValue,
     Computed,
     Draft,
@@ -24,9 +23,8 @@ from hipress.compll.front.arrays import (
     Spread,
     Stored,
     Write,
-    convert,
 )
-from hipress.compll.front.graph import Graph
+from hipress.compll.front.graph import FLOAT, Graph, convert
 from hipress.compll.front.scope import ParamValue, Part, Signature
 from hipress.compll.ir import Array, Expr, Fold, Kernel, loads, walk
 from hipress.compll.passes.schedule import NotFusable, schedule, validate
@@ -372,14 +370,14 @@ def _received(
         value, name, storage = part.value, f"{prefix}section{k}", part.elem.storage
         if isinstance(value, Expr):
             array = Array(name, storage, g.const(1))
-            parts.append(Part(part.elem, g.load(array, g.const(0)), part.pos))
+            parts.append(Part(part.elem, g.load(array, g.const(0))))
             continue
         distinct = isinstance(value, Computed) and value.distinct
         if isinstance(value, Kept):  # the places that a filter let through
             distinct = value.element is g.idx(value.filter.length)
         array = Array(name, storage, aside.capacity(value))
         stored = Stored(draft, array, part.elem, distinct)
-        parts.append(Part(part.elem, stored, part.pos))
+        parts.append(Part(part.elem, stored))
     return parts
 
 
