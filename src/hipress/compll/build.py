@@ -285,7 +285,8 @@ def half_function(path: str | Path) -> tuple[ast.Source, ast.Function] | None:
     functions = _functions(source)
     if len(functions) != 1 or _beside(Path(path), *functions):
         return None
-    return source, *functions.values()
+    [function] = functions.values()
+    return source, function
 
 
 def parse_program(text: str, *, file: str = "<program>") -> Program:

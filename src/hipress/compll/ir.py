@@ -45,7 +45,7 @@ class Array:
     """Memory that a kernel reads or writes."""
 
     name: str
-    """Ours, never the program's: `x`, `out`, `state0`, `section1`, `temp0`."""
+    """The compiler's name, not the program's: `x`, `out`, `state0`, `section1`, `temp0`."""
     storage: str
     """A key of `STORAGE_BITS`; for `x`, `out`: the dtype of the caller's tensor."""
     length: Expr
@@ -99,7 +99,7 @@ OPS = {
     "load": "element args[0] of the array attr; in range by construction",
     "load_clamped": "the same, the index clamped into the array (0 if that is empty)",
     "uniform": "random float in [0, 1) for index args[0]; attr is the site; args[1] a key, if any",
-    "bits32": "random int in [0, 2**32), likewise",
+    "bits32": "random int in [0, 2**32), with the same attr and args",
     "fold": "result of the reduction attr",
     "count": "elements that the filter attr let through",
     "taken": "whether the filter attr let this element through",
@@ -175,7 +175,7 @@ class Sort:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """`array[i] = value` for the element (or block, or scalar) at hand."""
+    """`array[i] = value` for one element, block or scalar."""
 
     array: Array
     value: Expr
@@ -208,7 +208,7 @@ class Compact:
     emits: tuple[Store, ...]
     """Value of each output array for an element that was taken; the rest is zeroed."""
     stores: tuple[Store, ...] = ()
-    """For every element; may ask `taken`."""
+    """For every element; their values may use `taken`."""
     folds: tuple[Fold, ...] = ()
 
     @property

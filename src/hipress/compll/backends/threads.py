@@ -30,7 +30,7 @@ class Runner:
         self.num_threads = min(num_threads, MAX_THREADS)
 
     def __call__(self, steps: Sequence[Step], args: tuple[Any, ...], status: int) -> None:
-        """Runs `steps` in order, each on as many threads as it is worth."""
+        """Runs `steps` in order, each on as many threads as it has work for."""
         numbers = args[0]
         for kernel, slot, tile, ranges in steps:
             edges = self._edges(int(numbers[slot]), tile) if slot >= 0 else [0, -1]

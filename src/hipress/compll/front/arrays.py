@@ -222,9 +222,9 @@ class Draft:
     enforces: bool = False
     """Whether the kernel checks `requires` before anything runs."""
     fusing: bool = False
-    """Whether what a filter took may be asked for: only where its own pass will answer."""
+    """Whether values may depend on what a filter took: only those that its own pass writes."""
     whole: bool = False
-    """Whether the values at hand go to a pass that has no blocks."""
+    """Whether values are being made for a pass that has no blocks."""
     _stored: dict[object, Array] = field(default_factory=dict)
 
     @contextmanager
@@ -238,7 +238,7 @@ class Draft:
 
     @contextmanager
     def fused(self, allowed: bool) -> Iterator[None]:
-        """For values that are written by the pass of the filter that they ask about."""
+        """For values that are written by the pass of the filter that they depend on."""
         before, self.fusing = self.fusing, allowed
         try:
             yield
@@ -268,7 +268,7 @@ class Draft:
         return False
 
     def exprs(self) -> list[Expr]:
-        """Returns every value that the kernel is asked for."""
+        """Returns every value that the kernel must compute."""
         out = [w.value for w in self.writes] + [value for _, _, value in self.emits]
         out += [e for s in self.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
         out += [e for scan in self.scans for e in scan.fold.exprs]
@@ -304,7 +304,7 @@ class Draft:
         return array
 
     def stored(self, value: ArrayValue) -> Array:
-        """Returns `value` in memory, written once however often it is asked for."""
+        """Returns `value` in memory, which is written once only."""
         if isinstance(value, Stored):
             return value.array
         if isinstance(value, Kept):

@@ -35,7 +35,7 @@ class Expressions:
         self.depth = 0
         self.blocks = 0
         self.lambdas = 0
-        """Lambdas around the expression at hand."""
+        """Number of lambdas around the expression being evaluated."""
         self.decoding = False
         self.reducing = False
         self.work = 0

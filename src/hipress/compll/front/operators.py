@@ -316,7 +316,7 @@ def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     checker.draft.requires.append(
         Require(g.logic("land", low, high), "a count is larger than the room it was given")
     )
-    if not checker.draft.enforces:  # nobody checks the count there: it must not run past the array
+    if not checker.draft.enforces:  # the count is not checked: it must not run past the array
         count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
     if not count.host:
         checker.draft.limits[count] = checker.draft.limits.get(array.length, array.length)

@@ -20,7 +20,7 @@ TYPES = "float, int, uint1, uint2, uint4, uint8, uint16, uint32, uint<...>, floa
 _TOO_NESTED = "the program is nested too deeply; name the inner parts"
 
 MAX_CHARS = 65_536
-"""A longer program is refused: the largest of ours has under 3,000 characters."""
+"""A longer program is refused: the largest built-in program has under 3,000 characters."""
 
 
 def parse(text: str, *, file: str = "<program>") -> ast.Source:

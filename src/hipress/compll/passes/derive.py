@@ -186,8 +186,8 @@ def _encode_kernel(
     used = _used(passes)
     all_states = tuple(s for s in all_states if s in used)  # an option may leave one idle
     validate(passes, {x, *all_states, *(s.array for frame in received for s in frame)})
-    ours = [MU] * variant.momentum + [RHO] * variant.feedback
-    names = dict.fromkeys(_params(roles, *ours))
+    added = [MU] * variant.momentum + [RHO] * variant.feedback
+    names = dict.fromkeys(_params(roles, *added))
     if frames is not None:
         their = check.signature(*frames.pair.decode)
         names |= dict.fromkeys(_params(their, ALPHA))
@@ -355,7 +355,7 @@ def _section(draft: Draft, k: int, part: Part) -> ir.Section:
 def _received(
     draft: Draft, pair: Pair, params: Mapping[str, ParamValue], prefix: str = ""
 ) -> list[Part]:
-    """Returns the parts of a payload as arrays in memory: encode tells their types and lengths."""
+    """Returns the parts of a payload in memory; evaluates encode for their types and lengths."""
     g = draft.graph
     source, function = pair.encode
     roles = check.signature(source, function)
@@ -411,5 +411,5 @@ def _used(passes: tuple[ir.Pass, ...]) -> set[Array]:
     return used
 
 
-def _params(roles: Signature, *ours: str) -> tuple[str, ...]:
-    return (*(p.name for p in roles.params if p.runtime), *ours)
+def _params(roles: Signature, *added: str) -> tuple[str, ...]:
+    return (*(p.name for p in roles.params if p.runtime), *added)

@@ -34,7 +34,7 @@ from hipress.compll.tools.half import Half
 from hipress.errors import BackendError, UsageError
 
 FRAMEWORKS = ("torch",)
-"""What `-f` takes."""
+"""The choices of `-f`."""
 
 PARTS = {
     "body": ("body.py", "body_gpu.py", "launch.py"),
@@ -47,12 +47,12 @@ MAX_ARGS = 64
 """Most arguments of an operator, a limit of torch."""
 
 MARK = "made by HiPress CompLL"
-"""Stands in the first line of every file we write; a file without it is not overwritten."""
+"""The first line of every written file has this text; a file without it is not overwritten."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What `Package.write` did."""
+    """The result of `Package.write`."""
 
     files: tuple[Path, ...]
     notes: tuple[str, ...]
@@ -81,7 +81,7 @@ class Package:
 
     @property
     def name(self) -> str:
-        """What it is imported as."""
+        """The name it is imported by."""
         return package_name(self.bound.program.name)
 
     @cached_property
@@ -129,7 +129,7 @@ class Package:
         """Writes some parts below `directory`.
 
         Raises:
-            UsageError: A file there is not ours to overwrite, or cannot be written.
+            UsageError: A file there was not made by this compiler, or cannot be written.
         """
         folder = directory / self.name
         last = max(list(PARTS).index(part) for part in parts)
@@ -179,7 +179,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _missing(folder: Path, texts: dict[str, str], part: str) -> str:
-    """Returns what is wrong with the files of a part, if anything: one sentence."""
+    """Returns one sentence about a file of a part that is missing or outdated, if any."""
     for name, text in texts.items():
         path = folder / name
         try:
@@ -266,7 +266,7 @@ class Function:
     about: str
     body: str
     fake: str
-    """What tells torch.compile the shape of the result, in terms of the operator's names."""
+    """The line that gives torch.compile the shape of the result, by the operator's names."""
 
     @property
     def mutates(self) -> tuple[str, ...]:
@@ -294,15 +294,15 @@ def functions(
         Arg(names(array.label), _TENSOR, keyword=False, prefix=_STATE) for array in kernel.states
     )
     rng = (Arg("step", "int"), Arg("seed", "int", "0"), Arg("stream", "int", "0"))
-    ours = (Arg("mu", "float", repr(float(mu))),) if variant.momentum else ()
+    added = (Arg("mu", "float", repr(float(mu))),) if variant.momentum else ()
     if variant.feedback:
-        ours = (*ours, Arg("lr_ratio", "float", "1.0"))
+        added = (*added, Arg("lr_ratio", "float", "1.0"))
     payload = Arg("payload", _TENSOR, keyword=False)
     alpha = Arg("alpha", "float", "1.0")
     floats = tuple_text(options.values())
     held = tuple_text(f'("{state.name}", {state.name})' for state in states)
     drawn = "(seed, stream, step)" if kernel.random else "(0, 0, 0)"
-    extra = tuple_text(a.name for a in ours)
+    extra = tuple_text(a.name for a in added)
     fixed = _about_params(options, bound.static)
     return (
         Function(
@@ -312,7 +312,7 @@ def functions(
                 *states,
                 *(rng if kernel.random else ()),
                 *params,
-                *ours,
+                *added,
             ),
             returns=_TENSOR,
             about="The frame of `x` (float32, float16 or bfloat16, on CPU or GPU, any shape)."
@@ -388,7 +388,7 @@ _LAUNCH = "# {mark}: edit the program, not this file.\n"
 
 
 def _runtime() -> str:
-    """Returns what starts gpu kernels: it imports nothing of ours, so it is copied as it is."""
+    """Returns the text of `runtime`, which imports nothing of hipress and is copied as it is."""
     return resources.files("hipress.compll.backends.gpu").joinpath("runtime.py").read_text("utf-8")
 
 
@@ -443,7 +443,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _order(bound: Bound, kernel: Kernel) -> str:
-    """Returns where in (floats, then ours) each parameter of a kernel stands."""
+    """Returns the index of each parameter of a kernel in (program's floats, added ones)."""
     runtime = [p.name for p in bound.program.params if p.runtime]
-    ours = [name for name in (ALPHA, MU, RHO) if name in kernel.params]
-    return tuple_text(str([*runtime, *ours].index(name)) for name in kernel.params)
+    added = [name for name in (ALPHA, MU, RHO) if name in kernel.params]
+    return tuple_text(str([*runtime, *added].index(name)) for name in kernel.params)

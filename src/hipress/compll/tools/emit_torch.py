@@ -127,7 +127,7 @@ def _sized(payload, out, floats):
 
 
 def _open(payload, numel, floats):
-    """The body of a frame, and whether its gradient had a NaN or Inf; all but ours is refused."""
+    """The body of a frame, and whether its gradient had a NaN or Inf; refuses other frames."""
     data, size = payload.numpy(), payload.numel()
     fields = _HEAD.unpack_from(data)
     expected = {

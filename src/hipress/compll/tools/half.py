@@ -1,4 +1,4 @@
-"""One function of a program whose other half is not at hand.
+"""One function of a program without its other half.
 
 An encode function alone can be checked, shown and compiled. A decode function alone can be
 checked where it declares the sizes of what it extracts; its kernels need the layout of the
@@ -31,14 +31,14 @@ def read_any(path: str | Path) -> Program:
     source, function = found
     have = "Encode" if function.name.endswith("Encode") else "Decode"
     params = check.signature(source, function).params
-    # The pair holds the one function twice; `BoundHalf` never asks for the one that is missing.
+    # The pair holds the one function twice; `BoundHalf` never uses the one that is missing.
     pair = Pair(found, found)
     return Half(function.name.removesuffix(have) or "Program", pair, params, source.text)
 
 
 @dataclass(frozen=True)
 class Half(Program):
-    """A program of which only one function is at hand."""
+    """A program of which only one function is there."""
 
     @property
     def function(self) -> ast.Function:

@@ -146,7 +146,7 @@ class _Printer:
         return str(out)
 
     def _sizes(self) -> None:
-        """Names the lengths that are more than n or a number: they come back everywhere."""
+        """Prints names for the lengths that are more than n or a number: many lines use them."""
         k = self.kernel
         arrays = [s.array for s in k.sections] + list(k.temps)
         lengths = [a.length for a in arrays]
@@ -246,7 +246,7 @@ class _Printer:
     def _elements(
         self, folds: Sequence[Fold], stores: Sequence[Store], texts: Iterable[str]
     ) -> None:
-        """What is done for each element, given the texts of `_element_roots`."""
+        """Prints what is done for each element, given the texts of `_element_roots`."""
         left = iter(texts)
         for fold in folds:
             body, init = next(left), next(left)

@@ -49,7 +49,7 @@ from numba.extending import intrinsic
 """
 
 # numba knows no float16, LLVM does: one instruction where the CPU has it (4.9 ms for 25M floats,
-# against 12 ms by bits), and a call into a library that is not there where it has not.
+# against 12 ms by bits). Elsewhere LLVM would call a library that does not exist.
 _HALF = """\
 if binding.get_host_cpu_features().get("f16c") or platform.machine() == "aarch64":
 

@@ -240,7 +240,7 @@ class Loops:
         return saved
 
     def can_share(self, p: ir.Compact) -> bool:
-        """Whether threads may share a filter pass: what one took in vain can be put back."""
+        """Whether threads may share a filter pass: what one took without room can be put back."""
         random = any(e.op in ir.RANDOM for e in walk([s.value for s in p.stores]))
         return not (random or self.codes_out)
 
@@ -290,7 +290,7 @@ class Loops:
         self._pack(p.stores)
 
     def put_back(self, name: str, p: ir.Compact, saved: dict[Array, str]) -> None:
-        """Prints a loop over elements that a later range took in vain: as if never taken."""
+        """Prints a loop over elements that a later range took without room: as if never taken."""
         body = _Body()
         body.needs("first", "to_index", *(f"to_{old}" for old in saved.values()))
         body("for j in range(first, m):")

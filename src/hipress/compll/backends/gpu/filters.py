@@ -73,7 +73,7 @@ def _flagged(flag: Expr, value: Expr) -> bool:
 
 
 def count_marks(printer: KernelPrinter, name: str, p: ir.Compact, mask: Array) -> None:
-    """Prints the kernels that count the marks and tell each program where its elements go."""
+    """Prints the kernels that count the marks and find where the elements of a program go."""
     out, grid = printer.out, f"grid{name}_count"
     printer.grids[grid] = printer.tiles_text(p.length, WORDS * 32)
     counts = printer.pointer(f"{name}_counts", f"{grid} * 8", "tl.int64")

@@ -341,7 +341,7 @@ def cast(text: str, machine: str) -> str:
 
 
 def spread(text: str, e: Expr, variance: int) -> str:
-    """Returns a block's value where values of elements are at hand."""
+    """Returns a block's value in the shape of an element's, for an operation on elements."""
     return f"{text}[:, None]" if e.variance == 1 and variance == 2 else text
 
 

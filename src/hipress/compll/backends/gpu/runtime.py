@@ -79,7 +79,7 @@ class Kernels:
         """Returns what the kernels need to know about some gradients; made once."""
         key = (device, tuple(gradients))
         found = self._kept.get(key)
-        if found is None:  # and kept for good: a captured graph reads it again
+        if found is None:  # kept forever: a captured graph reads it again
             found = self._kept[key] = self.make(gradients, device)
         return found
 

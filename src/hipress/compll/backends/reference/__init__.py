@@ -97,7 +97,7 @@ class _KernelPrinter(Printer):
     # Values.
 
     def value(self, e: Expr) -> str:
-        """Prints what `e` needs, in the domain at hand; returns its text."""
+        """Prints what `e` needs, in the domain of the pass; returns its text."""
         return self.values([e])[0]
 
     def values(self, roots: Iterable[Expr]) -> list[str]:
