@@ -17,7 +17,7 @@ from hipress.errors import HipressError, ProgramError, UsageError
 if TYPE_CHECKING:
     from hipress.compll.build import Bound, Program
     from hipress.compll.front.ast import Source
-    from hipress.compll.front.scope import Param
+    from hipress.compll.front.check import Param
     from hipress.compll.passes.derive import Variant
 
 app = typer.Typer(no_args_is_help=True)

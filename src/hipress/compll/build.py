@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from hipress import settings
 from hipress.compll.backends.host import HOST_PRELUDE, body_bytes_source
 from hipress.compll.front import ast, check
+from hipress.compll.front.check import Param, ParamValue
 from hipress.compll.front.parse import fail, parse
-from hipress.compll.front.scope import Param, ParamValue
 from hipress.compll.ir import Kernel
 from hipress.compll.passes import derive
 from hipress.compll.passes.derive import PLAIN, Pair, Variant

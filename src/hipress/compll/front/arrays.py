@@ -130,41 +130,40 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class PerBlock:
-    """One value for each block of the gradient, made inside a `per` scope."""
+class _FromBlocks:
+    """An array that a `per` scope made; `value` is the element in the block being computed."""
 
     draft: Draft
     value: Expr
     size: int
     elem: ElemType
+
+    @property
+    def length(self) -> Expr:
+        raise NotImplementedError
+
+    def at(self, ix: Expr) -> Expr:
+        g = self.draft.graph
+        own = g.block("bnum", self.size) if isinstance(self, PerBlock) else g.idx(self.length)
+        if ix is own and not self.draft.whole:
+            return self.value
+        return g.load(self.draft.stored(self), ix)
+
+
+class PerBlock(_FromBlocks):
+    """One value for each block of the gradient."""
 
     @property
     def length(self) -> Expr:
         return self.draft.blocks(self.size)
 
-    def at(self, ix: Expr) -> Expr:
-        if ix is self.draft.graph.block("bnum", self.size) and not self.draft.whole:
-            return self.value
-        return self.draft.graph.load(self.draft.stored(self), ix)
 
-
-@dataclass(frozen=True, slots=True)
-class InBlocks:
-    """An array as long as the gradient, made block by block inside a `per` scope."""
-
-    draft: Draft
-    value: Expr
-    size: int
-    elem: ElemType
+class InBlocks(_FromBlocks):
+    """An array as long as the gradient, made block by block."""
 
     @property
     def length(self) -> Expr:
         return self.draft.graph.n
-
-    def at(self, ix: Expr) -> Expr:
-        if ix is self.draft.graph.idx(self.length) and not self.draft.whole:
-            return self.value
-        return self.draft.graph.load(self.draft.stored(self), ix)
 
 
 @dataclass(frozen=True, slots=True)

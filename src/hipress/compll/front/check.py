@@ -23,19 +23,42 @@ from hipress.compll.front.arrays import (
 from hipress.compll.front.expressions import Expressions
 from hipress.compll.front.graph import BOOL, FLOAT, ElemType, Graph, TooDeep, convert
 from hipress.compll.front.parse import TYPES
-from hipress.compll.front.scope import (
-    Binding,
-    Env,
-    Func,
-    Param,
-    ParamValue,
-    Part,
-    Scalar,
-    Signature,
-    Struct,
-    Unset,
-)
+from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.ir import Array, Expr, Require
+
+ParamValue = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter of a program, as its signature or a param block declares it."""
+
+    name: str
+    elem: ElemType
+    default: ParamValue | None
+
+    @property
+    def runtime(self) -> bool:
+        """Floats are passed at run time; integers are known when kernels are made."""
+        return self.elem.kind == "float"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The arguments of a function, by role."""
+
+    gradient: ast.Arg
+    payload: ast.Arg
+    states: tuple[ast.Arg, ...]
+    params: tuple[Param, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One piece of a payload, in the order of `concat`."""
+
+    elem: ElemType
+    value: Expr | ArrayValue
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What names stand for while a function is evaluated, and its signature and payload."""
+"""What names stand for while a function is evaluated."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from hipress.compll.front import ast
 from hipress.compll.front.arrays import ArrayValue
 from hipress.compll.front.graph import ElemType
 from hipress.compll.ir import Expr
-
-ParamValue = int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,35 +91,3 @@ class Env:
     def visible(self) -> list[str]:
         """Returns every name that can be used here."""
         return sorted({name for env in self.scopes() for name in env.names})
-
-
-@dataclass(frozen=True, slots=True)
-class Param:
-    """A parameter of a program, as its signature or a param block declares it."""
-
-    name: str
-    elem: ElemType
-    default: ParamValue | None
-
-    @property
-    def runtime(self) -> bool:
-        """Floats are passed at run time; integers are known when kernels are made."""
-        return self.elem.kind == "float"
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The arguments of a function, by role."""
-
-    gradient: ast.Arg
-    payload: ast.Arg
-    states: tuple[ast.Arg, ...]
-    params: tuple[Param, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One piece of a payload, in the order of `concat`."""
-
-    elem: ElemType
-    value: Expr | ArrayValue

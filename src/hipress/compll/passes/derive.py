@@ -24,8 +24,8 @@ from hipress.compll.front.arrays import (
     Stored,
     Write,
 )
+from hipress.compll.front.check import ParamValue, Part, Signature
 from hipress.compll.front.graph import FLOAT, Graph, convert
-from hipress.compll.front.scope import ParamValue, Part, Signature
 from hipress.compll.ir import Array, Expr, Fold, Kernel, loads, walk
 from hipress.compll.passes.schedule import NotFusable, schedule, validate
 

@@ -166,16 +166,12 @@ class KernelPrinter(MachinePrinter):
         """Prints a name for an array inside the payload or the scratch memory."""
         if array.name not in self.memory:
             pool = "W" if array.name.startswith("temp") else "body"
-            self._carved(array.name, pool, DTYPES.get(array.storage), out)
+            self.carve(array.name, pool, DTYPES.get(array.storage), out)
 
     def partial(self, f: Fold, tile: int) -> str:
         """Returns the name of new memory for a reduction's results, one per tile."""
         self.partials.append((f, tile))
         return f"part{len(self.partials) - 1}"
-
-    def view_partial(self, name: str, f: Fold, out: Lines) -> None:
-        """Prints the name of that memory."""
-        self._carved(name, "W", wide_type(f.type), out)
 
     def record(self, storage: str, capacity: Expr) -> Record:
         """Returns new scratch memory for what each range of a filter pass takes."""
@@ -184,7 +180,7 @@ class KernelPrinter(MachinePrinter):
 
     def view_record(self, record: Record, out: Lines) -> None:
         """Prints the name of that memory."""
-        self._carved(record.name, "W", DTYPES.get(record.storage), out)
+        self.carve(record.name, "W", DTYPES.get(record.storage), out)
 
     def ranges(self) -> str:
         """Returns entries of I: the first tile of each range, then how many each range took."""
@@ -193,7 +189,8 @@ class KernelPrinter(MachinePrinter):
             self.slots.int(("range", k))
         return f"I[{first} : {first + 2 * MAX_RANGES}]"
 
-    def _carved(self, name: str, pool: str, dtype: str | None, out: Lines) -> None:
+    def carve(self, name: str, pool: str, dtype: str | None, out: Lines) -> None:
+        """Prints a view of a piece of the payload or the scratch memory."""
         start, size = self.slots.int(("at", name)), self.slots.int(("bytes", name))
         view = f".view({dtype})" if dtype else ""
         out(f"{name} = {pool}[{start} : {start} + {size}]{view}")

@@ -61,7 +61,7 @@ class Passes(KernelPrinter):
     def _partials(self, loops: Loops, folds: list[Fold]) -> dict[Fold, str]:
         parts = {f: self.partial(f, loops.tile) for f in folds}
         for f, part in parts.items():
-            self.view_partial(part, f, loops.out)
+            self.carve(part, "W", wide_type(f.type), loops.out)
         return parts
 
     def _join(
@@ -75,7 +75,7 @@ class Passes(KernelPrinter):
         self.length(length, tile, out)
         for f in folds:
             [init] = self.print([f.init], out, self.known([f.init]))
-            self.view_partial(parts[f], f, out)
+            self.carve(parts[f], "W", wide_type(f.type), out)
             total = "acc"
             # Thousands of partial sums: in double precision they add no error of their own.
             double = f.kind == "sum" and f.type == "float"
