@@ -224,7 +224,7 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "a reduction inside a lambda": (
         encoder("float* v = map(g, [&](float x) -> float { return @reduce(g, 0.0, max); });"),
-        "reduce works on whole arrays; do it before the lambda",
+        "reduce works on whole arrays; call it before the lambda",
     ),
     # Operators.
     "too few arguments": (

@@ -117,7 +117,7 @@ class Expressions:
             env = env.outer
 
     def value(self, node: ast.Expr, env: Env) -> Binding:
-        """Returns any value: a number, an array or a function."""
+        """Returns the value of an expression: a number, an array or a function."""
         self.depth += 1
         self.work += 1
         if self.depth > MAX_DEPTH:
@@ -238,7 +238,7 @@ class Expressions:
         return g.to_int(a), g.to_int(b)
 
     def scalar(self, node: ast.Expr, env: Env) -> Expr:
-        """Returns a number, or an error at `node`."""
+        """Returns a number; raises an error at `node` if it is not one."""
         value = self.value(node, env)
         if isinstance(value, Scalar):
             return value.value
@@ -246,7 +246,7 @@ class Expressions:
         self.fail(node, f"a number is needed here, this is {what}; index it or reduce it")
 
     def array(self, node: ast.Expr, env: Env) -> ArrayValue:
-        """Returns an array, or an error at `node`."""
+        """Returns an array; raises an error at `node` if it is not one."""
         value = self.value(node, env)
         if isinstance(value, Scalar | Func | Struct | Unset):
             self.fail(node, f"an array is needed here, this is {self.what(value)}")
@@ -263,7 +263,7 @@ class Expressions:
         return str(value.elem) if isinstance(value, Scalar) else f"an array ({value.elem}*)"
 
     def size(self, node: ast.Expr, env: Env) -> Expr:
-        """Returns the length of an array: known from sizes and parameters alone."""
+        """Returns the length of an array, which only sizes and parameters may determine."""
         value = self.scalar(node, env)
         if value.type != "int":
             self.fail(node, "a size is an int; this is a float (use floor and an int variable)")
@@ -272,7 +272,7 @@ class Expressions:
         return value
 
     def show(self, length: Expr) -> str:
-        """Returns a length in words a reader knows."""
+        """Returns a length in words for an error message."""
         if length.op == "const":
             return f"{length.attr} elements"
         known = {"n": "the gradient", "count": "a filter let through", "blen": "the block"}

@@ -48,7 +48,7 @@ def _domain(checker: Expressions, length: Expr) -> Expr:
 
 
 def _position(checker: Expressions, length: Expr, ix: Expr) -> Expr:
-    """Returns the index that `random` draws for: of the whole array, also inside a per scope."""
+    """Returns the index that `random` draws for: in the whole array, also in a per scope."""
     if length.op == "blen":
         return checker.graph.binary("add", checker.graph.block("bstart", length.attr), ix)
     return ix
@@ -186,7 +186,7 @@ def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 
 def _shared(checker: Expressions, fold: Fold) -> Fold:
-    """Returns the equal reduction that was made before, if any: then both are one."""
+    """Returns the equal reduction that was made before, if any, so that it runs once."""
     key = (fold.kind, fold.type, fold.init, fold.body, fold.length, fold.block, fold.combine)
     return checker.draft.folds.setdefault(key, fold)
 
@@ -363,7 +363,7 @@ def random_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 
 def _site(checker: Expressions, node: ast.Call, key: Expr | None) -> int:
-    """Numbers the places that draw; those with a key share one, so that decode can repeat them."""
+    """Returns the number of a place that draws; places with a key share 0, for decode repeats."""
     if key is None and checker.decoding:
         checker.fail(
             node,
@@ -440,7 +440,7 @@ def call(checker: Expressions, node: ast.Call, env: Env) -> Binding:
         known = ", ".join(sorted(OPERATORS))
         checker.fail(node, f"{node.name!r} is not a function; operators: {known}")
     if checker.lambdas and node.name in WHOLE:
-        checker.fail(node, f"{node.name} works on whole arrays; do it before the lambda")
+        checker.fail(node, f"{node.name} works on whole arrays; call it before the lambda")
     operator, least, most = OPERATORS[node.name]
     if not least <= len(node.args) <= most:
         takes = str(least) if least == most else f"{least} to {most}"

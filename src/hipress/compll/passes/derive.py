@@ -9,7 +9,7 @@ elements, and `schedule` finds the pass it belongs to. That is the fused path;
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hipress.compll import ir
@@ -101,7 +101,6 @@ def merge_kernel(
 def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[ir.Section, ...], ...]]:
     """Returns the sum of what the frames hold, and the memory they are in."""
     g = draft.graph
-    source, function = frames.pair.decode
     alpha = g.param(ALPHA)
     decoded: list[ArrayValue] = []
     sections = []
@@ -109,14 +108,10 @@ def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[ir.Se
     for k in range(frames.count):
         parts = _received(draft, frames.pair, frames.params, prefix=f"frame{k}_")
         before = len(draft.requires)
-        result = check.evaluate(source, function, draft, params=frames.params, payload=parts)
-        if isinstance(result.gradient, Spread) or len(draft.requires) > before:
+        decoded.append(_decoded(draft, frames.pair, frames.params, parts))
+        if isinstance(decoded[-1], Spread) or len(draft.requires) > before:
             raise NotFusable("frames that are not decoded element by element")
-        assert result.gradient is not None
-        decoded.append(result.gradient)
-        sections.append(
-            tuple(ir.Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
-        )
+        sections.append(_sections(parts))
         flagged = g.logic("lor", flagged, g.make("flagged", type="bool", attr=k))
 
     def mean(i: Expr) -> Expr:
@@ -212,13 +207,10 @@ def decode_kernel(
     g = Graph()
     draft = Draft(g, enforces=True)
     parts = _received(draft, pair, params)
-    source, function = pair.decode
-    result = check.evaluate(source, function, draft, params=params, payload=parts)
-    roles = check.signature(source, function)
+    made = _decoded(draft, pair, params, parts)
+    roles = check.signature(*pair.decode)
     out = Array("out", dtype, g.n, roles.gradient.name)
     alpha, i = g.param(ALPHA), g.idx(g.n)
-    made = result.gradient
-    assert made is not None
     if isinstance(made, Spread):
         value = made.value
         scaled = Computed(value.length, FLOAT, lambda j: g.binary("mul", alpha, value.at(j)))
@@ -230,7 +222,7 @@ def decode_kernel(
         if add:
             total = g.binary("add", g.load(out, i), total)
         draft.writes.append(Write(out, total, g.n, True))
-    sections = tuple(ir.Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
+    sections = _sections(parts)
     passes = schedule(draft, None, [out] if add else [])
     validate(passes, {out, *(s.array for s in sections)})
     demands = {r.cond: r for r in draft.requires}  # one check for equal conditions
@@ -284,20 +276,18 @@ def _feedback(
 ) -> None:
     g = draft.graph
     requires = list(draft.requires)  # decode's demands on a payload mean nothing here
-    source, function = pair.decode
-    result = check.evaluate(source, function, draft, params=params, payload=parts)
+    decoded = _decoded(draft, pair, params, parts)
     draft.requires[:] = requires
-    assert result.gradient is not None
     i = g.idx(g.n)
     with draft.fused(fuse):
-        left = g.binary("sub", value.at(i), g.to_float(draft.element(result.gradient, i)))
+        left = g.binary("sub", value.at(i), g.to_float(draft.element(decoded, i)))
     left = _stored_first(draft, left)
     kept = _kept_if_finite(g, left, g.load(residual, i), flag)
     draft.writes.append(Write(residual, kept, g.n, True))
 
 
 def _flag(g: Graph, value: Expr, states: list[Expr]) -> Fold:
-    """Whether a gradient holds a NaN or an infinity, or makes one of a program's own state.
+    """Returns the reduction that finds a NaN or an infinity in a gradient or a new state.
 
     A state counts as an element that is not sent would leave it: such an element keeps what it had,
     so receivers must know that the frame is not complete.
@@ -314,7 +304,7 @@ def _flag(g: Graph, value: Expr, states: list[Expr]) -> Fold:
 
 
 def _kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) -> Expr:
-    """Returns a NaN or an infinity never enters a state: such an element keeps what it had.
+    """Returns `new` where it is finite, else `old`: no NaN or infinity ever enters a state.
 
     If a reduction over the whole gradient is part of the value, one such number makes all elements
     keep what they had.
@@ -381,11 +371,25 @@ def _received(
     return parts
 
 
-def _memory(part: Part) -> Array:
-    if isinstance(part.value, Expr):
-        return part.value.attr  # type: ignore[no-any-return]
-    assert isinstance(part.value, Stored)
-    return part.value.array
+def _sections(parts: Iterable[Part]) -> tuple[ir.Section, ...]:
+    """Returns the memory of the parts that `_received` returned."""
+    sections = []
+    for part in parts:
+        if isinstance(part.value, Expr):
+            sections.append(ir.Section(part.value.attr, True))
+        else:
+            assert isinstance(part.value, Stored)
+            sections.append(ir.Section(part.value.array, False))
+    return tuple(sections)
+
+
+def _decoded(
+    draft: Draft, pair: Pair, params: Mapping[str, ParamValue], parts: Sequence[Part]
+) -> ArrayValue:
+    """Returns the gradient that decode makes of a payload."""
+    result = check.evaluate(*pair.decode, draft, params=params, payload=parts)
+    assert result.gradient is not None
+    return result.gradient
 
 
 def _stored_first(draft: Draft, new: Expr) -> Expr:

@@ -22,7 +22,7 @@ class NotFusable(Exception):
 
 
 def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> tuple[ir.Pass, ...]:
-    """Returns the passes of a kernel in order; raises `NotFusable` if there are none.
+    """Returns the passes of a kernel in order; raises `NotFusable` if states do not fit in.
 
     Args:
         draft: What has to be written.

@@ -11,12 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hipress.compll import ir
-from hipress.compll.backends.cpu.kernel import (
-    KernelPrinter,
-    loaded,
-    maximal,
-    stored,
-)
+from hipress.compll.backends.cpu.kernel import KernelPrinter, loaded, maximal, stored
 from hipress.compll.backends.render import Known, Lines, Spell, machine_type, wide_type
 from hipress.compll.ir import Array, Expr, Fold, Store, loads, walk
 

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from hipress.compll import ir
-from hipress.compll.backends.cpu.kernel import (
-    MAX_RANGES,
-    KernelPrinter,
-    Record,
-    Step,
-    stored,
-)
+from hipress.compll.backends.cpu.kernel import MAX_RANGES, KernelPrinter, Record, Step, stored
 from hipress.compll.backends.cpu.loops import Loops, exact
 from hipress.compll.backends.render import machine_type, wide_type
 from hipress.compll.ir import Array, Expr, Fold, loads, walk

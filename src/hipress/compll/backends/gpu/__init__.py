@@ -65,7 +65,7 @@ def _kernel(kernel: Kernel) -> str:
 
 
 def _frame_places(printer: Passes) -> str:
-    """Returns where the sections of a frame lie that is read by a merging kernel."""
+    """Returns a function for the places of sections in the frames that a merging kernel reads."""
     frames = printer.kernel.frames
     if not frames:
         return ""

@@ -84,7 +84,7 @@ class Kernels:
         return found
 
     def make(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
-        """Returns the same, for a caller that keeps it."""
+        """Returns the same as `sizes`, for a caller that keeps it."""
         header_words = 16 + 4 * len(gradients)
         used, zeroed = 0, 0
         rows, floats, grids = [], [], []
@@ -158,7 +158,7 @@ class Kernels:
 
 
 def _parts(sizes: Sizes, k: int, span: int, bulk: bool) -> Iterator[tuple[int, int | None]]:
-    """Programs and part of each start of a launch (no part where there is only one way)."""
+    """Yields the programs and the part of each start of a launch; None is the only part."""
     if not sizes.grids[k]:
         return
     if not span:

@@ -141,7 +141,7 @@ class _KernelPrinter(Printer):
         return self.value(length) if not length.host else self._size(length)
 
     def _size(self, length: Expr) -> str:
-        """Returns a length that the host knows; what would be negative is nothing."""
+        """Returns the text of a length that the host knows, at least 0."""
         text = host_text(length, self.kernel.params)
         return text if length.lo >= 0 else f"max({text}, 0)"
 
