@@ -231,6 +231,12 @@ class MachinePrinter(Printer):
             form = "({} << {})" if e.op == "shl" else "({} >> {})"
         return self.int_result(e, form, args, common)
 
+    def as_read(self, e: Expr, text: str) -> str:
+        """Returns a number that was read from memory in the machine type of its value."""
+        if e.type == "bool":
+            return f"({text} != 0)"
+        return self.cast(text, "i32") if machine_type(e) == "i32" else text
+
     def combined(self, f: Fold, a: str, b: str, out: Lines) -> str:
         """Returns the text of a reduction's f(a, b)."""
         if f.kind == "sum":

@@ -113,10 +113,10 @@ class KernelPrinter(MachinePrinter):
     def known(self, roots: Iterable[Expr]) -> Known:
         """Returns the texts of values from outside a pass: host values and earlier results."""
         roots = list(roots)
-        texts = {e: _as_read(e, self.host(e)) for e in host_values(roots)}
+        texts = {e: self.as_read(e, self.host(e)) for e in host_values(roots)}
         for e in walk(roots):
             if e.op == "fold" and e.attr.block is None:
-                texts[e] = _as_read(e, self.slots.of(e.type, e.attr))
+                texts[e] = self.as_read(e, self.slots.of(e.type, e.attr))
             elif e.op in ("count", "pick"):
                 texts[e] = self.slots.of(e.type, e.attr if e.op == "count" else e)
         return texts
@@ -210,13 +210,6 @@ class KernelPrinter(MachinePrinter):
         out(f"length = {self.print([length], out, self.known([length]))[0]}")
         out("if hi < 0:")
         out(f"    hi = (length + {tile - 1}) // {tile}")
-
-
-def _as_read(e: Expr, slot: str) -> str:
-    """Returns a slot's content in the machine type of the value."""
-    if e.type == "bool":
-        return f"({slot} != 0)"
-    return f"i32({slot})" if machine_type(e) == "i32" else slot
 
 
 def maximal(candidates: Iterable[Expr], roots: list[Expr], variance: int) -> list[Expr]:

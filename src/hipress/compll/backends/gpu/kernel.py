@@ -136,7 +136,7 @@ class KernelPrinter(MachinePrinter):
         if e.type == "float":
             slot = self.floats.setdefault(e, len(self.floats))
             return f"tl.load(F + {slot})"
-        return _as_read(e, self.size(e, f"int({slot_text(e, self.kernel.params)})"))
+        return self.as_read(e, self.size(e, f"int({slot_text(e, self.kernel.params)})"))
 
     def result(self, key: object, type_: str) -> str:
         """Returns the place of a result."""
@@ -154,7 +154,7 @@ class KernelPrinter(MachinePrinter):
                 texts[e] = f"((tl.load(frame{e.attr} + 6) != 0) | (tl.load({wrong}) != 0))"
             key = {"fold": e.attr, "count": e.attr, "pick": e}.get(e.op)
             if key is not None and not (e.op == "fold" and e.attr.block is not None):
-                texts[e] = _as_read(e, f"tl.load({self.result(key, e.type)})")
+                texts[e] = self.as_read(e, f"tl.load({self.result(key, e.type)})")
         return texts
 
     def domain(self, length: Expr, known: Known) -> str:
@@ -326,13 +326,6 @@ class KernelPrinter(MachinePrinter):
         """Ends a kernel and adds it to the launches."""
         self.out.end()
         self.launches.append(Launch(name, grid, warps))
-
-
-def _as_read(e: Expr, text: str) -> str:
-    """Returns a number read from memory in the machine type of its value."""
-    if e.type == "bool":
-        return f"({text} != 0)"
-    return cast(text, "i32") if machine_type(e) == "i32" else text
 
 
 def cast(text: str, machine: str) -> str:
