@@ -470,7 +470,7 @@ def test_files_that_hold_no_program(tmp_path: Path) -> None:
     assert refusal(str(gone)) == f"cannot read the program {gone} (No such file or directory)."
     assert refusal(f"ef({gone})") == f"cannot read the program {gone} (No such file or directory)."
     assert refusal(str(empty)) == (
-        f"{empty}: no function; write XEncode and XDecode (any name for X)."
+        f"{empty} holds no function; write XEncode and XDecode (any name for X)."
     )
     assert refusal(str(noise)) == f"the program {noise} is not UTF-8 text."
 
@@ -496,7 +496,7 @@ def test_parameter_left_out(both: Path) -> None:
 def test_parameter_that_the_program_refuses(both: Path) -> None:
     with pytest.raises(ProgramError) as error:
         codec(str(both), bitwidth=3)
-    assert f"{both}:26:10: a uint of 3 bits; allowed: 1, 2, 4, 8, 16, 32\n" in str(error.value)
+    assert f"{both}:26:10: a uint cannot have 3 bits; allowed: 1, 2, 4, 8, 16, 32\n" in str(error.value)
 
 
 def test_wrong_program_shows_its_place(tmp_path: Path) -> None:

@@ -463,12 +463,12 @@ def test_a_lone_encode_function_has_a_body(tmp_path):
 def test_what_a_half_cannot_do(tmp_path):
     lone = tmp_path / SEED.name
     lone.write_text(SEED.read_text("utf-8"), encoding="utf-8")
-    with pytest.raises(UsageError, match="error feedback plays TernGradDecode too"):
+    with pytest.raises(UsageError, match="error feedback needs TernGradDecode too"):
         read_any(lone).bind({"bitwidth": 2}).kernels(variant=Variant(feedback=True))
     decode = tmp_path / "ADecode.pse"
     decode.write_text("void ADecode(uint8* c, float* g) { float v[g.size]; extract(c, v); g = v; }")
     bound = read_any(decode).bind({})
-    bound.play()
+    bound.check()
     with pytest.raises(UsageError, match="ADecode alone gives no kernel.*AEncode"):
         bound.kernels()
 

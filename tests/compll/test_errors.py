@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "a field that is not there": (
         "param P { int bits = 2; }\n" + encoder("int x = @p.bit;", args=", P p"),
-        "no parameter 'bit'; the block has: bits",
+        "the param block has no parameter 'bit'; it has: bits",
     ),
     "two parameters of one name": (
         "param P { int bits = 2; }\nparam Q { int bits = 2; }\n@"
@@ -140,14 +140,14 @@ WRONG: dict[str, tuple[str, str]] = {
     # Types.
     "a width of three": (
         encoder("uint<@3> x = 1;"),
-        "a uint of 3 bits; allowed: 1, 2, 4, 8, 16, 32",
+        "a uint cannot have 3 bits; allowed: 1, 2, 4, 8, 16, 32",
     ),
     "a width that varies": (
         encoder("int k = g.size;", "uint<@k> x = 1;"),
         "a width is made of integer parameters and literals",
     ),
     "a width of a float": (encoder("@float<8> x = 1;"), "'float' takes no width; write uint<...>"),
-    "an array of lambdas": (encoder("@void x = 1;"), "'void' is no type of a value"),
+    "an array of lambdas": (encoder("@void x = 1;"), "'void' is not the type of a value"),
     "an array where a number is": (
         encoder("float x = @g + 1;"),
         "a number is needed here, this is an array (float*); index it or reduce it",
@@ -201,7 +201,7 @@ WRONG: dict[str, tuple[str, str]] = {
         encoder(f"float* v = map(g, g, @{ID});"),
         "a lambda of 2 arguments is needed; this takes 1",
     ),
-    "max for one array": (encoder("float* v = map(g, @max);"), "max takes 2 arguments here, not 1"),
+    "max for one array": (encoder("float* v = map(g, @max);"), "max takes 2 arguments, not 1"),
     "a lambda that may not return": (
         encoder("float* v = map(g, @[&](float x) -> float { if (x > 0.0) { return x; } });"),
         "the lambda may end without a return",
@@ -224,7 +224,7 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "a reduction inside a lambda": (
         encoder("float* v = map(g, [&](float x) -> float { return @reduce(g, 0.0, max); });"),
-        "reduce works on whole arrays; do it before the lambda",
+        "reduce works on whole arrays; call it before the lambda",
     ),
     # Operators.
     "too few arguments": (
@@ -279,9 +279,9 @@ WRONG: dict[str, tuple[str, str]] = {
         "a number is needed here, this is an array (float*)",
     ),
     # Statements.
-    "a value nobody uses": (
+    "a value that is not used": (
         encoder("@g[0] + 1;"),
-        "a value nobody uses; only extract(...) stands on its own",
+        "this value is not used; only extract(...) may stand on its own",
     ),
     "a return outside a lambda": (
         encoder("@return;"),
@@ -297,15 +297,15 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "an array of another length": (
         encoder("float v[g.size];", "@v = map(range(5), abs);"),
-        "'v' has as many elements as the gradient, the value assigned to it 5 elements",
+        "'v' has as many elements as the gradient, but the value assigned to it has 5 elements",
     ),
     "a lambda assigned": (encoder(f"lambda_func f = {ID}", "@f = 1;"), "'f' is not a variable"),
     # The per scope.
     "a block of twelve": (
         encoder("per (@12) { float s = g[0]; }"),
-        "a block of 12 elements; it must be a positive multiple of 8",
+        "a block has 12 elements; that must be a positive multiple of 8",
     ),
-    "a block of none": (encoder("per (@0) { float s = g[0]; }"), "a block of 0 elements"),
+    "a block of none": (encoder("per (@0) { float s = g[0]; }"), "a block has 0 elements"),
     "a block that varies": (
         encoder("per (@g.size) { float s = g[0]; }"),
         "a block size is made of integer parameters and literals",
@@ -378,7 +378,7 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "a gradient of another length": (
         decoder("float* v;", "extract(c, v);", "@g = map(range(5), abs);"),
-        "'g' has as many elements as the gradient, the value assigned to it 5 elements",
+        "'g' has as many elements as the gradient, but the value assigned to it has 5 elements",
     ),
     # Functions.
     "two gradients": (
@@ -399,7 +399,7 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "a second encode function": (
         encoder("c = concat(g);") + "@void YEncode(float* g, uint8* c) { c = concat(g); }",
-        "a second function ending in Encode; a file holds one program",
+        "this is a second function ending in Encode; a file holds one program",
     ),
     "a default that is no literal": (
         "param P { int bits = @n; }\n" + encoder("c = concat(g);", args=", P p"),

@@ -17,7 +17,7 @@ from hipress.errors import HipressError, ProgramError, UsageError
 if TYPE_CHECKING:
     from hipress.compll.build import Bound, Program
     from hipress.compll.front.ast import Source
-    from hipress.compll.front.scope import Param
+    from hipress.compll.front.check import Param
     from hipress.compll.passes.derive import Variant
 
 app = typer.Typer(no_args_is_help=True)
@@ -297,10 +297,10 @@ def _checked(program: Program, given: dict[str, int | float]) -> _Checked:
 
 
 def _try(bound: Bound) -> None:
-    from hipress.compll.tools.half import LoneBound
+    from hipress.compll.tools.half import BoundHalf
 
-    if isinstance(bound, LoneBound):
-        bound.play()
+    if isinstance(bound, BoundHalf):
+        bound.check()
     else:
         bound.kernels()
 
@@ -310,12 +310,12 @@ def _report(bound: Bound) -> list[tuple[str, str]]:
     from hipress.codecs.frame import frame_bytes
     from hipress.compll.passes.cost import cost
     from hipress.compll.passes.derive import Variant
-    from hipress.compll.tools.half import LoneBound
+    from hipress.compll.tools.half import BoundHalf
 
     values = dict(bound.values)
     params = [f"{p.elem} {p.name} = {values[p.name]}" for p in bound.program.params]
     rows = [("parameters", ", ".join(params) or "none")]
-    lone = bound.program if isinstance(bound, LoneBound) else None
+    lone = bound.program if isinstance(bound, BoundHalf) else None
     if lone is not None and lone.missing.endswith("Encode"):
         return [*rows, ("kernels", f"none without {lone.missing}")]
     rows += [(kernel.name, str(cost(kernel))) for kernel in bound.kernels()]

@@ -1,17 +1,15 @@
 """CompLL: a compression program in, kernels out.
 
-The rooms, in walking order:
+The rooms in walking order; each imports only from rooms above it and from `ir`:
 
-    parse, ast             text to tree (`grammar.lark` is the grammar)
-    check, expressions,    tree to a checked graph of values: a function is played once with
-    operators, scope       symbolic arguments
-    arrays, graph, ir      what such values are, and the passes that backends see
-    passes                 values to a short flat list of fused passes over memory
-    derive                 the kernels of a program: plain, with feedback or momentum, adding
-    render                 what backends share
-    reference, cpu         passes to source: plain NumPy, and numba
-    build                  the whole way, with the cache on disk
-    threads                runs a CPU kernel on several threads
-    lone, show, cost,      what `hipress compll` needs besides: one function alone, printing each
-    emit*                  stage, counting bytes, writing an importable package
+    ir          the values and passes that every room works on
+    front/      text to checked values: parse (with ast and grammar.lark), check (statements, with
+                expressions, operators, scope), arrays and graph (what values are made of)
+    passes/     values to kernels: derive (encode, decode, merge, with feedback and momentum),
+                schedule (the fewest passes over memory), cost (what a kernel moves)
+    backends/   kernels to source: render and host (shared), reference (NumPy), cpu (numba, with
+                threads), gpu (Triton)
+    build       the whole way, with the cache on disk
+    tools/      what `hipress compll` needs besides: half (one function alone), show (each stage as
+                text), emit (an importable package)
 """

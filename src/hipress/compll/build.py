@@ -1,4 +1,4 @@
-"""The whole way: a program file to functions that run, with a cache on disk.
+"""A program file in, functions that run out, with a cache on disk.
 
 Generated code lives in real files under the cache directory: numba keeps its compiled form beside
 them, and a debugger can step through. A file is named by the hash of what it is made from, and
@@ -20,10 +20,10 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from hipress import settings
-from hipress.compll.backends.render import HOST_PRELUDE, body_bytes_source
+from hipress.compll.backends.host import HOST_PRELUDE, body_bytes_source
 from hipress.compll.front import ast, check
+from hipress.compll.front.check import Param, ParamValue
 from hipress.compll.front.parse import fail, parse
-from hipress.compll.front.scope import Param, ParamValue
 from hipress.compll.ir import Kernel
 from hipress.compll.passes import derive
 from hipress.compll.passes.derive import PLAIN, Pair, Variant
@@ -44,10 +44,10 @@ MAX_NAME = 100
 
 
 class Renderer(Protocol):
-    """What a backend is: from passes to the source of a module (see `render`)."""
+    """The interface of a backend: kernels in, the source of a module out."""
 
     def render(self, kernels: Sequence[Kernel], *, title: str) -> str:
-        """The source of a module with one entry point per kernel."""
+        """Returns the source of a module with one entry point per kernel."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Program:
     """All of its source, for hashing."""
 
     def bind(self, values: Mapping[str, Any]) -> Bound:
-        """The program with its parameters set; unknown and missing ones are errors."""
+        """Returns the program with its parameters set; unknown and missing ones are errors."""
         known = {p.name: p for p in self.params}
         for name in values:
             if name not in known:
@@ -111,7 +111,7 @@ class Bound:
         return {name: value for name, value in self.values if name not in runtime}
 
     def floats(self, kernel: Kernel, extra: Mapping[str, float]) -> tuple[float, ...]:
-        """Float parameters in the order that `kernel` takes them."""
+        """Returns float parameters in the order that `kernel` takes them."""
         values = {derive.ALPHA: 1.0, derive.RHO: 1.0, **dict(self.values), **extra}
         return tuple(float(values[name]) for name in kernel.params)
 
@@ -125,24 +125,30 @@ class Bound:
         )
 
     def title(self, dtype: str, variant: Variant) -> str:
-        """One line that says what a module holds."""
+        """Returns one line that says what a module holds."""
         numbers = ", ".join(f"{k}={v}" for k, v in self.static.items())
         wrappers = [w for w in ("feedback", "momentum", "nesterov") if getattr(variant, w)]
         return ", ".join([f"{self.program.name}({numbers})", dtype, *wrappers])
 
     def source(self, backend: str, *, dtype: str = "f32", variant: Variant = PLAIN) -> str:
-        """The module that `backend` makes of this program."""
+        """Returns the module that `backend` makes of this program."""
         kernels = self.kernels(dtype=dtype, variant=variant)
         return renderer(backend).render(kernels, title=self.title(dtype, variant))
 
     def load(self, backend: str, *, dtype: str = "f32", variant: Variant = PLAIN) -> Loaded:
-        """The module, rendered, written to the cache and imported."""
-        return _load(self, backend, dtype, variant)
+        """Returns the module, rendered, written to the cache and imported."""
+        static = tuple(sorted(self.static.items()))
+        key = (self.program.text, self.program.name, static, backend, dtype, variant)
+        if key not in _loaded:
+            kernels = self.kernels(dtype=dtype, variant=variant)
+            module = self._module(backend, kernels, self.title(dtype, variant))
+            _loaded[key] = Loaded(module, kernels[0], kernels[1])
+        return _loaded[key]
 
     def load_merge(self, worker: Bound, count: int, *, variant: Variant = PLAIN) -> Merge | None:
-        """Kernels for a GPU that average frames of `worker` and encode the mean with this program.
+        """Returns GPU kernels that average frames of `worker` and encode the mean.
 
-        None where that can not be one kernel: decode and add the frames, then encode.
+        Returns None where that cannot be one kernel: decode and add the frames, then encode.
         """
         values, theirs = dict(self.values), dict(worker.values)
         # A kernel knows a float parameter by its name only.
@@ -153,18 +159,23 @@ class Bound:
         if key not in _merges:
             frames = derive.Frames(worker.program.pair, worker.static, count)
             kernel = derive.merge_kernel(frames, self.program.pair, self.static, variant=variant)
-            if kernel is None:
-                _merges[key] = None
-            else:
-                _need_triton()
+            _merges[key] = None
+            if kernel is not None:
                 title = f"{count} frames of {worker.program.name}, averaged and encoded by "
-                source = renderer("gpu").render((kernel,), title=title + self.program.name)
-                module = import_source(source, f"{self.program.name.lower()}_merge_gpu")
+                module = self._module("gpu", (kernel,), title + self.program.name, "merge_gpu")
                 _merges[key] = Merge(module, kernel)
         return _merges[key]
 
+    def _module(
+        self, backend: str, kernels: Sequence[Kernel], title: str, suffix: str = ""
+    ) -> ModuleType:
+        if backend == "gpu" and importlib.util.find_spec("triton") is None:
+            raise MissingDependencyError("triton", "gpu")
+        source = renderer(backend).render(kernels, title=title)
+        return import_source(source, f"{self.program.name.lower()}_{suffix or backend}")
+
     def body_bytes(self) -> Callable[[int], int]:
-        """A function from the number of elements to the bytes of a payload's body."""
+        """Returns a function from the number of elements to the bytes of a payload's body."""
         kernel = derive.encode_kernel(self.program.pair, self.static)
         scope: dict[str, Any] = {}
         source = "import math\nimport numpy as np\n" + HOST_PRELUDE + body_bytes_source(kernel)
@@ -190,37 +201,16 @@ class Merge:
     kernel: Kernel
 
 
+_loaded: dict[tuple[Any, ...], Loaded] = {}
 _merges: dict[tuple[Any, ...], Merge | None] = {}
 
 
 def renderer(backend: str) -> Renderer:
-    """The backend of this name."""
+    """Returns the backend of this name."""
     if backend not in BACKENDS:
-        raise BackendError(f"no backend {backend!r}; choices: {', '.join(BACKENDS)}.")
+        raise BackendError(f"unknown backend {backend!r}; choices: {', '.join(BACKENDS)}.")
     module: Any = importlib.import_module(BACKENDS[backend])
     return module  # type: ignore[no-any-return]
-
-
-_loaded: dict[tuple[Any, ...], Loaded] = {}
-
-
-def _load(bound: Bound, backend: str, dtype: str, variant: Variant) -> Loaded:
-    static = tuple(sorted(bound.static.items()))
-    key = (bound.program.text, bound.program.name, static, backend, dtype, variant)
-    if key not in _loaded:
-        if backend == "gpu":
-            _need_triton()
-        kernels = bound.kernels(dtype=dtype, variant=variant)
-        source = renderer(backend).render(kernels, title=bound.title(dtype, variant))
-        module = import_source(source, f"{bound.program.name.lower()}_{backend}")
-        _loaded[key] = Loaded(module, kernels[0], kernels[1])
-    return _loaded[key]
-
-
-def _need_triton() -> None:
-    """Says in one sentence what generated GPU code would stumble on."""
-    if importlib.util.find_spec("triton") is None:
-        raise MissingDependencyError("triton", "gpu")
 
 
 def import_source(source: str, stem: str) -> ModuleType:
@@ -232,7 +222,7 @@ def import_source(source: str, stem: str) -> ModuleType:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            # Not mkstemp, which lets nobody else read the file whatever the umask says.
+            # Not mkstemp, whose file other users cannot read, whatever the umask is.
             temporary = folder / f"{name}.{secrets.token_hex(8)}.tmp"
             with open(temporary, "x", encoding="utf-8") as file:
                 file.write(source)
@@ -254,56 +244,55 @@ def import_source(source: str, stem: str) -> ModuleType:
 
 
 def read_program(path: str | Path) -> Program:
-    """Reads the program in a file; where it holds one function, the other is looked for beside it.
+    """Reads the program in a file; the other half may be in a file beside it.
 
     Raises:
         ProgramError: The text is no program.
-        UsageError: There is no such file, or only half of a program.
+        UsageError: There is no such file, or it holds half of a program only.
     """
-    source = _read(Path(path))
-    encode, decode = _functions(source)
-    if encode is None and decode is None:
-        raise UsageError(f"{path}: no function; write XEncode and XDecode (any name for X).")
-    sources = {"Encode": source, "Decode": source}
-    if encode is None or decode is None:
-        have, want = ("Encode", "Decode") if encode is not None else ("Decode", "Encode")
-        other = _sibling(Path(path), have, want)
-        sources[want] = other
-        found = _functions(other)[0 if want == "Encode" else 1]
-        if encode is None:
-            encode = found
-        else:
-            decode = found
-        if found is None:
-            raise UsageError(f"{other.file}: no function whose name ends in {want}.")
-    assert encode is not None and decode is not None
-    return make_program((sources["Encode"], encode), (sources["Decode"], decode))
+    source = read_source(path)
+    functions = {kind: (source, function) for kind, function in _functions(source).items()}
+    if not functions:
+        raise UsageError(f"{path} holds no function; write XEncode and XDecode (any name for X).")
+    if len(functions) == 1:
+        [have] = functions
+        want, beside = _OTHER[have], _beside(Path(path), have)
+        if beside is None:
+            name = Path(path).name.replace(have, want)
+            raise UsageError(
+                f"{path} holds only {have}; put {want} into the same file or into "
+                f"{name if name != Path(path).name else 'X' + want + '.pse'} beside it."
+            )
+        other = read_source(beside)
+        functions[want] = (other, _function(other, want))
+    return make_program(functions["Encode"], functions["Decode"])
 
 
 def read_source(path: str | Path) -> ast.Source:
-    """The tree of a program file; its meaning is not checked yet."""
-    return _read(Path(path))
+    """Returns the tree of a program file; its meaning is not checked yet."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read the program {path} ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the program {path} is not UTF-8 text.") from error
+    return parse(text, file=str(path))
 
 
-def lone_function(path: str | Path) -> tuple[ast.Source, ast.Function] | None:
-    """The function of a file that holds one, where the other is neither in it nor beside it."""
-    path = Path(path)
-    source = _read(path)
-    encode, decode = _functions(source)
-    have, want = ("Encode", "Decode") if encode is not None else ("Decode", "Encode")
-    found = encode or decode
-    if found is None or (encode and decode) or _beside(path, have, want):
+def half_function(path: str | Path) -> tuple[ast.Source, ast.Function] | None:
+    """Returns the function of a file that holds one, if the other is not beside it either."""
+    source = read_source(path)
+    functions = _functions(source)
+    if len(functions) != 1 or _beside(Path(path), *functions):
         return None
-    return source, found
+    [function] = functions.values()
+    return source, function
 
 
 def parse_program(text: str, *, file: str = "<program>") -> Program:
-    """A program from text that holds both functions."""
+    """Returns a program from text that holds both functions."""
     source = parse(text, file=file)
-    encode, decode = _functions(source)
-    if encode is None or decode is None:
-        missing = "Encode" if encode is None else "Decode"
-        raise UsageError(f"{file}: no function whose name ends in {missing}.")
+    encode, decode = (_function(source, kind) for kind in _OTHER)
     return make_program((source, encode), (source, decode))
 
 
@@ -332,45 +321,34 @@ def make_program(
     return Program(stem or "Program", Pair(encode, decode), tuple(params.values()), text)
 
 
-def _read(path: Path) -> ast.Source:
-    try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read the program {path} ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the program {path} is not UTF-8 text.") from error
-    return parse(text, file=str(path))
+_OTHER = {"Encode": "Decode", "Decode": "Encode"}
 
 
-def _functions(source: ast.Source) -> tuple[ast.Function | None, ast.Function | None]:
+def _functions(source: ast.Source) -> dict[str, ast.Function]:
     found: dict[str, ast.Function] = {}
     for function in source.functions:
-        kind = next((k for k in ("Encode", "Decode") if function.name.endswith(k)), None)
+        kind = next((k for k in _OTHER if function.name.endswith(k)), None)
+        message = ""
         if kind is None:
             message = f"the name {function.name!r} must end in Encode or Decode"
-            fail(source.file, source.text, function.pos, message)
-        if len(function.name) > MAX_NAME:
+        elif len(function.name) > MAX_NAME:
             message = f"the name has {len(function.name)} characters; at most {MAX_NAME}"
-            fail(source.file, source.text, function.pos, message)
-        if kind in found:
-            message = f"a second function ending in {kind}; a file holds one program"
+        elif kind in found:
+            message = f"this is a second function ending in {kind}; a file holds one program"
+        if kind is None or message:
             fail(source.file, source.text, function.pos, message)
         found[kind] = function
-    return found.get("Encode"), found.get("Decode")
+    return found
 
 
-def _sibling(path: Path, have: str, want: str) -> ast.Source:
-    beside = _beside(path, have, want)
-    if beside is None:
-        name = path.name.replace(have, want)
-        raise UsageError(
-            f"{path} holds only {have}; put {want} into the same file or into "
-            f"{name if name != path.name else 'X' + want + '.pse'} beside it."
-        )
-    return _read(beside)
+def _function(source: ast.Source, kind: str) -> ast.Function:
+    function = _functions(source).get(kind)
+    if function is None:
+        raise UsageError(f"{source.file} holds no function whose name ends in {kind}; add one.")
+    return function
 
 
-def _beside(path: Path, have: str, want: str) -> Path | None:
-    """The file that holds the other half of a program, if there is one."""
-    beside = path.with_name(path.name.replace(have, want))
+def _beside(path: Path, have: str) -> Path | None:
+    """Returns the file that holds the other half of a program, if there is one."""
+    beside = path.with_name(path.name.replace(have, _OTHER[have]))
     return beside if beside.name != path.name and beside.exists() else None

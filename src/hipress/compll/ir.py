@@ -35,13 +35,17 @@ STORAGE_BITS = {
 }
 """How an element lies in memory; `u1`, `u2` and `u4` are packed, low bits first."""
 
+PACKED = ("u1", "u2", "u4")
+RANDOM = ("uniform", "bits32")
+"""Operations that draw random numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Array:
     """Memory that a kernel reads or writes."""
 
     name: str
-    """Ours, never the program's: `x`, `out`, `state0`, `section1`, `temp0`."""
+    """The compiler's name, not the program's: `x`, `out`, `state0`, `section1`, `temp0`."""
     storage: str
     """A key of `STORAGE_BITS`; for `x`, `out`: the dtype of the caller's tensor."""
     length: Expr
@@ -77,6 +81,10 @@ class Expr:
         """Whether 32 signed bits hold every possible value of this int."""
         return -(2**31) <= self.lo and self.hi < 2**31
 
+    @property
+    def is_load(self) -> bool:
+        return self.op in ("load", "load_clamped")
+
 
 # Legal ops, and what each means. A backend renders each of them; `spec` checks them.
 OPS = {
@@ -91,40 +99,22 @@ OPS = {
     "load": "element args[0] of the array attr; in range by construction",
     "load_clamped": "the same, the index clamped into the array (0 if that is empty)",
     "uniform": "random float in [0, 1) for index args[0]; attr is the site; args[1] a key, if any",
-    "bits32": "random int in [0, 2**32), likewise",
+    "bits32": "random int in [0, 2**32), with the same attr and args",
     "fold": "result of the reduction attr",
     "count": "elements that the filter attr let through",
     "taken": "whether the filter attr let this element through",
     "pick": "element args[0] of the sorted array attr",
     "flagged": "whether frame number attr says that it holds a NaN or an infinity",
-    "add": "",
-    "sub": "",
-    "mul": "",
+    **dict.fromkeys(
+        ("add", "sub", "mul", "shl", "shr", "and", "or", "xor", "inv", "neg"), "as in C"
+    ),
     "div": "of floats",
     "idiv": "of ints, towards zero, as in C; by zero gives 0",
     "imod": "the sign of the dividend, as in C; by zero gives 0",
-    "shl": "",
-    "shr": "",
-    "and": "",
-    "or": "",
-    "xor": "",
-    "inv": "",
-    "neg": "",
-    "lt": "",
-    "le": "",
-    "eq": "",
-    "ne": "",
-    "not": "",
-    "land": "",
-    "lor": "",
+    **dict.fromkeys(("lt", "le", "eq", "ne"), "compares"),
+    **dict.fromkeys(("not", "land", "lor"), "of bools"),
     "select": "args[1] if args[0] else args[2]",
-    "min": "",
-    "max": "",
-    "abs": "",
-    "floor": "",
-    "sqrt": "",
-    "exp2": "",
-    "log2": "",
+    **dict.fromkeys(("min", "max", "abs", "floor", "sqrt", "exp2", "log2"), "as in Python's math"),
     "sign": "-1, 0 or 1",
     "exponent": "of a float: floor(log2(abs(x))); -150 for 0, 128 for NaN and infinities",
     "power": "2.0 to an int from -126 to 127, exact",
@@ -185,7 +175,7 @@ class Sort:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """`array[i] = value` for the element (or block, or scalar) at hand."""
+    """`array[i] = value` for one element, block or scalar."""
 
     array: Array
     value: Expr
@@ -218,7 +208,7 @@ class Compact:
     emits: tuple[Store, ...]
     """Value of each output array for an element that was taken; the rest is zeroed."""
     stores: tuple[Store, ...] = ()
-    """For every element; may ask `taken`."""
+    """For every element; their values may use `taken`."""
     folds: tuple[Fold, ...] = ()
 
     @property
@@ -273,14 +263,14 @@ Pass = Loop | Compact | Select | Sorting | Scan | Scatter | Scalars
 
 
 def pass_folds(p: Pass) -> list[Fold]:
-    """The reductions that a pass computes."""
+    """Returns the reductions that a pass computes."""
     if isinstance(p, Loop):
         return [f for phase in p.phases for f in phase.folds]
     return list(p.folds) if isinstance(p, Compact) else []
 
 
 def pass_stores(p: Pass) -> list[Store]:
-    """What a pass writes, element by element or block by block."""
+    """Returns what a pass writes, element by element or block by block."""
     if isinstance(p, Loop):
         return [s for phase in p.phases for s in phase.stores] + list(p.block_stores)
     if isinstance(p, Compact):
@@ -289,7 +279,7 @@ def pass_stores(p: Pass) -> list[Store]:
 
 
 def pass_exprs(p: Pass) -> list[Expr]:
-    """Every value that a pass computes, those inside its reductions among them."""
+    """Returns every value that a pass computes, those inside its reductions among them."""
     exprs = [e for f in pass_folds(p) for e in f.exprs] + [s.value for s in pass_stores(p)]
     if isinstance(p, Loop):
         exprs.append(p.length)
@@ -302,12 +292,6 @@ def pass_exprs(p: Pass) -> list[Expr]:
     elif isinstance(p, Select | Sorting):
         exprs += p.sort.ranks
     return exprs
-
-
-def pass_loads(p: Pass) -> list[Array]:
-    """The arrays that a pass reads."""
-    reads = [e.attr for e in walk(pass_exprs(p)) if e.op in ("load", "load_clamped")]
-    return list(dict.fromkeys(reads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,16 +309,16 @@ class Kernel:
     name: str
     passes: tuple[Pass, ...]
     sections: tuple[Section, ...]
-    states: tuple[Array, ...]
     temps: tuple[Array, ...]
     limits: dict[Expr, Expr]
     """Largest value, known to the host, of each length that is not."""
-    input: Array | None
-    output: Array | None
-    requires: tuple[Require, ...]
     params: tuple[str, ...]
     """Float parameters, in the order they are passed."""
-    nonfinite: Fold | None
+    states: tuple[Array, ...] = ()
+    input: Array | None = None
+    output: Array | None = None
+    requires: tuple[Require, ...] = ()
+    nonfinite: Fold | None = None
     """Tells whether the encoded values hold a NaN or an infinity."""
     frames: tuple[tuple[Section, ...], ...] = ()
     """Payloads that are read: of each frame that is merged, its sections."""
@@ -344,7 +328,7 @@ class Kernel:
         """Whether a random number is drawn."""
         # Asked for in every call of a codec; looking at all passes takes 40 us.
         exprs = [e for p in self.passes for e in pass_exprs(p)]
-        return any(e.op in ("uniform", "bits32") for e in walk(exprs))
+        return any(e.op in RANDOM for e in walk(exprs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,40 +339,12 @@ class Section:
     scalar: bool
 
 
-def block_sizes(exprs: Iterable[Expr]) -> set[int]:
-    """The sizes of the blocks that some values are tied to."""
-    sizes: set[int] = set()
-    todo = list(exprs)
-    seen: set[Expr] = set()
-    while todo:
-        for e in walk([todo.pop()]):
-            if e in seen:
-                continue
-            seen.add(e)
-            if e.op in ("lidx", "bnum", "bstart", "blen"):
-                sizes.add(int(e.attr))
-            elif e.op == "fold" and e.attr.block is not None:
-                sizes.add(int(e.attr.block))
-                todo += e.attr.exprs
-    return sizes
+def walk(roots: Iterable[Expr], seen: set[Expr] | None = None) -> Iterator[Expr]:
+    """Yields every value below `roots` once, arguments first; reductions are not entered.
 
-
-def block_bodies(roots: Iterable[Expr]) -> list[Expr]:
-    """What the block reductions below some values are made of."""
-    found: dict[Expr, None] = {}
-    todo = list(roots)
-    while todo:
-        for e in walk([todo.pop()]):
-            if e.op == "fold" and e.attr.block is not None:
-                new = [x for x in e.attr.exprs if x not in found]
-                found.update(dict.fromkeys(new))
-                todo += new
-    return list(found)
-
-
-def walk(roots: Iterable[Expr]) -> Iterator[Expr]:
-    """Every value below `roots`, each once, arguments first (reductions are not entered)."""
-    seen: set[Expr] = set()
+    Values in `seen` are left out together with what is below them; `seen` grows on the way.
+    """
+    seen = set() if seen is None else seen
     for root in roots:
         stack = [(root, False)]
         while stack:
@@ -399,3 +355,55 @@ def walk(roots: Iterable[Expr]) -> Iterator[Expr]:
                 seen.add(e)
                 stack.append((e, True))
                 stack.extend((a, False) for a in reversed(e.args))
+
+
+def walk_all(roots: Iterable[Expr]) -> Iterator[Expr]:
+    """Yields every value that `roots` depend on: `walk`, and what `behind` returns for each."""
+    seen: set[Expr] = set()
+    todo = list(roots)
+    while todo:
+        for e in walk([todo.pop()], seen):
+            yield e
+            todo += [e.attr] if e.op == "idx" else behind(e)
+
+
+def behind(e: Expr) -> list[Expr]:
+    """Returns the values inside the reduction, filter or sort whose result `e` is."""
+    if e.op == "fold":
+        return [*e.attr.exprs, e.attr.length]
+    if e.op in ("count", "taken"):
+        return [e.attr.keep]
+    return [e.attr.value, e.attr.key] if e.op == "pick" else []
+
+
+def with_blocks(roots: Iterable[Expr]) -> list[Expr]:
+    """Returns `roots` and the values inside the block reductions below them.
+
+    Block reductions run in the same pass as the values that use them.
+    """
+    roots = list(roots)
+    found: dict[Expr, None] = {}
+    todo = list(roots)
+    while todo:
+        for e in walk([todo.pop()]):
+            if e.op == "fold" and e.attr.block is not None:
+                new = [x for x in e.attr.exprs if x not in found]
+                found.update(dict.fromkeys(new))
+                todo += new
+    return [*roots, *found]
+
+
+def block_sizes(exprs: Iterable[Expr]) -> set[int]:
+    """Returns the sizes of the blocks that some values are tied to."""
+    sizes: set[int | None] = set()
+    for e in walk(with_blocks(exprs)):
+        if e.op in ("lidx", "bnum", "bstart", "blen"):
+            sizes.add(e.attr)
+        elif e.op == "fold":
+            sizes.add(e.attr.block)
+    return {size for size in sizes if size is not None}
+
+
+def loads(roots: Iterable[Expr]) -> list[Array]:
+    """Returns the arrays that some values read, in order of first use."""
+    return list(dict.fromkeys(e.attr for e in walk(roots) if e.is_load))

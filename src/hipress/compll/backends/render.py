@@ -1,14 +1,14 @@
-"""What all backends share: printing values, the payload's layout, the module's frame.
+"""Printing: values and kernels in, source text out. All backends share this module.
 
-A generated module offers three functions, whatever its backend:
+A generated `reference` or `cpu` module has three functions (`gpu` documents its own):
 
     encode(n, params, rng, body, x, states, scratch, pool)  -> whether NaN or infinity was seen
     decode(n, params, rng, body, out, scratch, pool)        -> None, or why the body is refused
     decode_add(...)                                            (the same, added)
 
 `params` are the float parameters in the kernel's order, `rng` is (seed, stream, step), `body` a
-uint8 array of `body_bytes(n, params)` bytes. Sizes are computed there, on the host. `scratch`
-gives memory of some bytes, `pool` runs steps on several threads (None: on one).
+uint8 array of `body_bytes(n, params)` bytes. `scratch` returns memory of a number of bytes, `pool`
+runs steps on several threads (None: on one).
 """
 
 from __future__ import annotations
@@ -19,10 +19,33 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import ClassVar
 
-from hipress.compll.ir import STORAGE_BITS, Array, Expr, Kernel, walk
+from hipress.compll import ir
+from hipress.compll.front.graph import Graph
+from hipress.compll.ir import Expr, Fold, Kernel, Store, walk
+
+Known = dict[Expr, str]
+"""Texts of values that are ready where code is being printed."""
 
 Spell = Callable[[Expr, list[str]], str]
+"""Writes an operation, given the texts of its arguments."""
+
+INFIX = {
+    "add": "({} + {})",
+    "sub": "({} - {})",
+    "mul": "({} * {})",
+    "and": "({} & {})",
+    "or": "({} | {})",
+    "xor": "({} ^ {})",
+    "inv": "(~{})",
+    "neg": "(-{})",
+    "lt": "({} < {})",
+    "le": "({} <= {})",
+    "eq": "({} == {})",
+    "ne": "({} != {})",
+}
+"""Operations that read the same in every backend."""
 
 
 @dataclass
@@ -38,162 +61,213 @@ class Lines:
     def __str__(self) -> str:
         return "\n".join(self.text) + "\n"
 
+    def end(self) -> None:
+        """Ends a function."""
+        self.depth = 0
+        self.text += ["", ""]
 
-def print_values(
-    roots: Iterable[Expr],
-    out: Lines,
-    spell: Spell,
-    known: dict[Expr, str],
-    fresh: Callable[[], str],
-    often: Container[Expr] = (),
-) -> None:
-    """Prints what `roots` need; afterwards `known` has a text for every root.
 
-    A value used twice (or, by other roots, `often`) gets a name; one used once is written where
-    it is used.
+_METHODS = {
+    ir.Loop: "loop",
+    ir.Compact: "compact",
+    ir.Scatter: "scatter",
+    ir.Scan: "scan",
+    ir.Select: "order",
+    ir.Sorting: "order",
+    ir.Scalars: "scalars",
+}
+
+
+def pass_method(printer: object, p: ir.Pass) -> Callable[..., None]:
+    """Returns the method of `printer` for passes like `p`: `loop`, `compact`, `order`, ..."""
+    return getattr(printer, _METHODS[type(p)])  # type: ignore[no-any-return]
+
+
+class Printer:
+    """Prints the values of one kernel."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.graph = Graph()
+        self._num_names = 0
+
+    def fresh(self) -> str:
+        """Returns a name that is not in use."""
+        self._num_names += 1
+        return f"v{self._num_names}"
+
+    def assign(self, text: str, out: Lines) -> str:
+        """Prints an assignment of `text` to a new name, and returns the name."""
+        name = self.fresh()
+        out(f"{name} = {text}")
+        return name
+
+    def spell(self, e: Expr, args: list[str]) -> str:
+        """Writes one operation; a backend adds to this."""
+        raise NotImplementedError
+
+    def print(
+        self,
+        roots: Iterable[Expr],
+        out: Lines,
+        known: Known,
+        spell: Spell | None = None,
+        often: Container[Expr] = (),
+    ) -> list[str]:
+        """Prints what `roots` need and returns their texts; `known` grows on the way.
+
+        A value used twice, or one of `often`, gets a name; one used once is written where it is
+        used.
+        """
+        roots, spell = list(roots), spell or self.spell
+        order = list(walk(roots, set(known)))
+        uses = Counter([*roots, *(a for e in order for a in e.args)])
+        for e in order:
+            text = spell(e, [known[a] for a in e.args])
+            if (uses[e] > 1 or e in often) and e.op not in ("const", "param"):
+                text = self.assign(text, out)
+            known[e] = text
+        return [known[r] for r in roots]
+
+    def stores_if(self, p: ir.Compact, taken: bool) -> list[Store]:
+        """Returns the stores of a filter pass for elements that the filter takes, or does not."""
+        asked = [e for e in walk([s.value for s in p.stores]) if e.op == "taken"]
+        answer = {e: self.graph.const(taken) for e in asked}
+        return [Store(s.array, self.graph.substitute(s.value, answer)) for s in p.stores]
+
+    def picks(self, sort: ir.Sort) -> list[Expr]:
+        """Returns the single elements of a sorted array that the kernel uses."""
+        found = [e for p in self.kernel.passes for e in walk(ir.pass_exprs(p)) if e.op == "pick"]
+        return [e for e in dict.fromkeys(found) if e.attr is sort]
+
+
+def machine_type(e: Expr) -> str:
+    """Returns the machine type of a value."""
+    if e.type == "int":
+        return "i32" if e.narrow else "i64"
+    return "f32" if e.type == "float" else "bool"
+
+
+def wide_type(type_: str) -> str:
+    """Returns the machine type in which reductions of a type are kept."""
+    return "f32" if type_ == "float" else "i64"
+
+
+_CALLS = {op: f"_{op}({{}}, {{}})" for op in ("idiv", "imod", "shl", "shr", "min", "max")}
+
+
+class MachinePrinter(Printer):
+    """Prints values for a compiler of machine types.
+
+    Compilers widen mixed operands by rules of their own, so every operand has the machine type of
+    its operation.
     """
-    roots = list(roots)
-    uses = Counter(roots)
-    order = []
-    for e in _needed(roots, known):
-        order.append(e)
-        uses.update(e.args)
-    texts = known
-    for e in order:
-        text = spell(e, [texts[a] for a in e.args])
-        if (uses[e] > 1 or e in often) and e.op not in ("const", "param"):
-            name = fresh()
-            out(f"{name} = {text}")
-            text = name
-        texts[e] = text
+
+    NOT: ClassVar[str]
+    SELECT: ClassVar[str]
+    FLOAT: ClassVar[dict[str, str]] = {
+        **INFIX,
+        **_CALLS,
+        "sign": "_sign_f({})",
+        "power": "_power({})",
+        "round_bf16": "_from_bf16(_to_bf16({}))",
+    }
+    INT: ClassVar[dict[str, str]] = {**INFIX, **_CALLS, "sign": "_sign_i({})"}
+
+    def cast(self, text: str, machine: str) -> str:
+        raise NotImplementedError
+
+    def constant(self, e: Expr) -> str:
+        raise NotImplementedError
+
+    def to_float(self, e: Expr, arg: str) -> str:
+        raise NotImplementedError
+
+    def to_uint(self, e: Expr, arg: str) -> str:
+        raise NotImplementedError
+
+    def int_result(self, e: Expr, form: str, args: list[str], common: str) -> str:
+        """Writes an operation on ints of the type `common` as a value of the type of `e`."""
+        raise NotImplementedError
+
+    def spell(self, e: Expr, args: list[str]) -> str:
+        mine, theirs = machine_type(e), [machine_type(a) for a in e.args]
+        if e.op == "const":
+            return self.constant(e)
+        if e.op in ("lt", "le", "eq", "ne"):
+            if theirs[0] != theirs[1]:
+                args = [self.cast(a, "i64") for a in args]
+            return INFIX[e.op].format(*args)
+        if e.op == "not":
+            return self.NOT.format(*args)
+        if e.op in ("land", "lor"):
+            return INFIX["and" if e.op == "land" else "or"].format(*args)
+        if e.op == "select":
+            typed = zip(args[1:], theirs[1:], strict=True)
+            yes, no = (a if t == mine else self.cast(a, mine) for a, t in typed)
+            return self.SELECT.format(args[0], yes, no)
+        if e.op in ("float", "sent"):
+            return self.to_float(e, args[0])
+        if e.op == "int":
+            if theirs[0] == "bool":
+                return self.cast(args[0], "i32")
+            return f"_to_small_int({args[0]})" if e.narrow else f"_to_int({args[0]})"
+        if e.op == "uint":
+            return self.to_uint(e, args[0])
+        if e.op in ("finite", "exponent"):
+            return f"_{e.op}({args[0]})"
+        return self.FLOAT[e.op].format(*args) if e.type == "float" else self._spell_int(e, args)
+
+    def _spell_int(self, e: Expr, args: list[str]) -> str:
+        theirs = [machine_type(a) for a in e.args]
+        common = "i64" if "i64" in (machine_type(e), *theirs) else "i32"
+        typed = zip(args, theirs, strict=True)
+        args = [a if t == common else self.cast(a, common) for a, t in typed]
+        form = self.INT[e.op]
+        a, b = e.args[0], e.args[-1]
+        if e.op in ("idiv", "imod") and a.lo >= 0 and b.lo > 0:
+            form = "({} // {})" if e.op == "idiv" else "({} % {})"
+        elif e.op in ("shl", "shr") and 0 <= b.lo and b.hi < int(common[1:]) - 1:
+            form = "({} << {})" if e.op == "shl" else "({} >> {})"
+        return self.int_result(e, form, args, common)
+
+    def as_read(self, e: Expr, text: str) -> str:
+        """Returns a number that was read from memory in the machine type of its value."""
+        if e.type == "bool":
+            return f"({text} != 0)"
+        return self.cast(text, "i32") if machine_type(e) == "i32" else text
+
+    def combined(self, f: Fold, a: str, b: str, out: Lines) -> str:
+        """Returns the text of a reduction's f(a, b)."""
+        if f.kind == "sum":
+            return f"{a} + {b}"
+        if f.kind in ("max", "min"):
+            # A NaN among the results of tiles must not get lost when they are joined.
+            return f"_{f.kind}{'_nan' if f.type == 'float' else ''}({a}, {b})"
+        return self.combined_by_program(f, a, b, out)
+
+    def combined_by_program(self, f: Fold, a: str, b: str, out: Lines) -> str:
+        """Returns the same for a function that the program gives."""
+        raise NotImplementedError
 
 
-def _needed(roots: list[Expr], known: dict[Expr, str]) -> list[Expr]:
-    """Values below `roots` that have no text yet, arguments first."""
-    done: set[Expr] = set(known)
-    order = []
+def host_values(roots: Iterable[Expr]) -> list[Expr]:
+    """Returns the largest host values below `roots` that are not plain constants."""
+    found: dict[Expr, None] = {}
+    seen: set[Expr] = set()
 
     def visit(e: Expr) -> None:
-        if e not in done:
-            done.add(e)
-            for a in e.args:
-                visit(a)
-            order.append(e)
+        if e not in seen:
+            seen.add(e)
+            if not e.host:
+                for a in e.args:
+                    visit(a)
+            elif e.op != "const":
+                found[e] = None
 
     for root in roots:
         visit(root)
-    return order
-
-
-# How a host value reads in Python; sizes are ints of any length, the rest is double precision.
-_HOST = {
-    "add": "({} + {})",
-    "sub": "({} - {})",
-    "mul": "({} * {})",
-    "div": "_host_div({}, {})",
-    "idiv": "_host_idiv({}, {})",
-    "imod": "_host_imod({}, {})",
-    "shl": "_host_shl({}, {})",
-    "shr": "_host_shr({}, {})",
-    "and": "({} & {})",
-    "or": "({} | {})",
-    "xor": "({} ^ {})",
-    "inv": "(~{})",
-    "neg": "(-{})",
-    "lt": "({} < {})",
-    "le": "({} <= {})",
-    "eq": "({} == {})",
-    "ne": "({} != {})",
-    "not": "(not {})",
-    "land": "({} and {})",
-    "lor": "({} or {})",
-    "select": "({1} if {0} else {2})",
-    "min": "min({}, {})",
-    "max": "max({}, {})",
-    "abs": "abs({})",
-    "floor": "_host_floor({})",
-    "sqrt": "_host_sqrt({})",
-    "exponent": "_host_exponent({})",
-    "exp2": "_host_exp2({})",
-    "log2": "_host_log2({})",
-    "sign": "(({0} > 0) - ({0} < 0))",
-    "float": "_host_float({})",
-    "int": "_host_int({})",
-    "finite": "math.isfinite({})",
-    "round_f16": "_host_f16({})",
-    "round_bf16": "_host_bf16({})",
-}
-
-HOST_PRELUDE = """\
-def _host_idiv(a, b):
-    q = abs(a) // abs(b) if b else 0
-    return q if (a < 0) == (b < 0) else -q
-
-
-def _host_imod(a, b):
-    return a - _host_idiv(a, b) * b if b else 0
-
-
-def _host_shl(a, b):
-    return a << b if 0 <= b < 63 else 0
-
-
-def _host_shr(a, b):
-    return a >> (b if 0 <= b < 63 else 63)
-
-
-def _host_sqrt(a):
-    return math.sqrt(a) if a >= 0 else math.nan
-
-
-def _host_div(a, b):
-    if b:
-        return a / b
-    return math.copysign(math.inf, a) * math.copysign(1.0, b) if a else math.nan
-
-
-def _host_floor(a):
-    return float(math.floor(a)) if math.isfinite(a) else a
-
-
-def _host_exp2(a):
-    return math.inf if a >= 1024 else 2.0**a
-
-
-def _host_log2(a):
-    return math.log2(a) if a > 0 else (math.nan if a else -math.inf)
-
-
-def _host_f16(a):
-    return float(np.float16(a))
-
-
-def _host_bf16(a):
-    bits = int(np.float32(a).view(np.uint32))
-    return float(np.uint32((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).view(np.float32))
-
-
-def _host_exponent(a):
-    if not math.isfinite(a):
-        return 128
-    return min(max(math.frexp(abs(a))[1] - 1, -150), 128) if a else -150
-
-
-def _host_float(a):
-    return float(a) if abs(a) < 2**1023 else (math.inf if a > 0 else -math.inf)
-
-
-def _host_wrap(a):
-    return (a + 2**63) % 2**64 - 2**63
-
-
-def _host_int(a):
-    return int(max(min(a, 9.0e18), -9.0e18)) if a == a else 0
-
-
-def _align(num_bytes):
-    return (num_bytes + 15) // 16 * 16
-"""
+    return list(found)
 
 
 def copied(text: str, helpers: ModuleType, decorator: str = "") -> str:
@@ -214,127 +288,3 @@ def copied(text: str, helpers: ModuleType, decorator: str = "") -> str:
     need(text)
     bare = (re.sub(r": Any\b| -> (Any|None)\b", "", functions[name]) for name in needed)
     return "".join(f"{decorator}{source}\n\n" for source in bare)
-
-
-def host_text(e: Expr, params: tuple[str, ...]) -> str:
-    """A host value as a Python expression of `n` and `params`."""
-    if e.op == "n":
-        return "n"
-    if e.op == "const":
-        return repr(e.attr)
-    if e.op == "param":
-        return f"params[{params.index(e.attr)}]"
-    args = [host_text(a, params) for a in e.args]
-    if e.op == "uint":
-        return f"min(max(_host_int({args[0]}), 0), {2**e.attr - 1})"
-    if e.op == "float" and not _is_large(e.args[0]):
-        return f"float({args[0]})"
-    return _HOST[e.op].format(*args)
-
-
-def slot_text(e: Expr, params: tuple[str, ...]) -> str:
-    """A host value as a kernel takes it, where an int has 64 bits and wraps."""
-    text = host_text(e, params)
-    return f"_host_wrap({text})" if _is_large(e) else text
-
-
-def _is_large(e: Expr) -> bool:
-    """Whether an int of the host may need more than 64 bits: its range is not known."""
-    unknown = e.lo == -(2**63) or e.hi == 2**63 - 1
-    return e.type == "int" and unknown and e.op not in ("int", "const")
-
-
-def clear_gaps(places: list[Place], out: Lines) -> None:
-    """Prints what zeroes the bytes between sections, so that equal payloads are equal bytes."""
-    ends = [*(p.offset for p in places[1:]), "end"]
-    for place, nxt in zip(places, ends, strict=True):
-        if place.scalar and nxt.isdigit():
-            if int(place.offset) + int(place.num_bytes) == int(nxt):
-                continue
-        out(f"body[{place.offset} + {place.num_bytes} : {nxt}] = 0")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a section lies: texts of its offset and length in bytes, in terms of `n`."""
-
-    array: Array
-    scalar: bool
-    offset: str
-    num_bytes: str
-
-
-def layout(kernel: Kernel, out: Lines) -> list[Place]:
-    """Prints the offsets of the payload's sections; the last line sets `end`.
-
-    Scalars stand side by side, each on a multiple of its size; an array starts on a multiple of
-    16 bytes; so does the end.
-    """
-    places = []
-    fixed: int | None = 0  # bytes so far, while they are known without n
-    for k, section in enumerate(kernel.sections):
-        array = section.array
-        bits = STORAGE_BITS[array.storage]
-        if section.scalar:
-            size = max(1, bits // 8)
-            if fixed is not None:
-                offset = (fixed + size - 1) // size * size
-                fixed = offset + size
-                places.append(Place(array, True, str(offset), str(size)))
-                continue
-            out(f"o{k} = (end + {size - 1}) // {size} * {size}")
-            places.append(Place(array, True, f"o{k}", str(size)))
-            out(f"end = o{k} + {size}")
-            continue
-        length = f"max({host_text(array.length, kernel.params)}, 0)"
-        if array.length.op == "n":
-            length = "n"
-        out(f"o{k} = {(fixed + 15) // 16 * 16}" if fixed is not None else f"o{k} = _align(end)")
-        out(
-            f"b{k} = ({length} * {bits} + 7) // 8" if bits < 8 else f"b{k} = {length} * {bits // 8}"
-        )
-        out(f"end = o{k} + b{k}")
-        fixed = None
-        places.append(Place(array, False, f"o{k}", f"b{k}"))
-    out(f"end = {(fixed + 15) // 16 * 16}" if fixed is not None else "end = _align(end)")
-    return places
-
-
-def body_bytes_source(kernel: Kernel, name: str = "body_bytes") -> str:
-    """A function from (n, params) to the bytes of a payload's body."""
-    out = Lines()
-    out(f"def {name}(n, params):")
-    out.depth += 1
-    layout(kernel, out)
-    out("return end")
-    return str(out)
-
-
-def host_values(roots: Iterable[Expr]) -> list[Expr]:
-    """The largest host values below `roots` that are not plain constants."""
-    found: dict[Expr, None] = {}
-
-    def visit(e: Expr, seen: set[Expr]) -> None:
-        if e in seen:
-            return
-        seen.add(e)
-        if e.host:
-            if e.op != "const":
-                found[e] = None
-            return
-        for a in e.args:
-            visit(a, seen)
-
-    seen: set[Expr] = set()
-    for root in roots:
-        visit(root, seen)
-    return list(found)
-
-
-def loads(roots: Iterable[Expr]) -> list[Array]:
-    """The arrays that some values read, in order of first use."""
-    found: dict[Array, None] = {}
-    for e in walk(roots):
-        if e.op in ("load", "load_clamped"):
-            found[e.attr] = None
-    return list(found)

@@ -2,7 +2,7 @@
 
 Kernels release Python's lock and work on ranges of tiles, so a pass is cut into as many ranges as
 there are threads. Results do not depend on the number of threads: reductions keep one result per
-tile and are joined in order, filters put back what a later range took in vain.
+tile and are joined in order; what a later range of a filter took without room is put back.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Step = tuple[Callable[..., None], int, int, int]
 where a filter looks up its range (-1: no filter)."""
 
 MIN_TILES = 16
-"""Fewer tiles than this a thread are not worth handing over (about 10 us against 8 KiB each)."""
+"""Fewest tiles of a thread: handing over costs about 10 us, a tile is 8 KiB."""
 
 MAX_THREADS = 64
 
 
 class Runner:
-    """What a kernel's entry point takes as `pool`."""
+    """The `pool` argument of a kernel's entry point."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = min(num_threads, MAX_THREADS)
 
     def __call__(self, steps: Sequence[Step], args: tuple[Any, ...], status: int) -> None:
-        """Runs `steps` in order, each on as many threads as it is worth."""
+        """Runs `steps` in order, each on as many threads as it has work for."""
         numbers = args[0]
         for kernel, slot, tile, ranges in steps:
             edges = self._edges(int(numbers[slot]), tile) if slot >= 0 else [0, -1]
@@ -60,12 +60,12 @@ class Runner:
 
 
 def runner(num_threads: int) -> Runner | None:
-    """The runner for some threads; None for one, which needs none."""
+    """Returns the runner for some threads; None for one, which needs none."""
     return None if num_threads == 1 or _here.alone else Runner(num_threads)
 
 
 def stay_on_this_thread() -> None:
-    """Kernels that this thread starts run on it alone: it is one of several that do such work."""
+    """Makes kernels that this thread starts run on it alone: it is one of several workers."""
     _here.alone = True
 
 

@@ -12,58 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hipress.compll.front.graph import Graph
-from hipress.compll.ir import (
-    STORAGE_BITS,
-    Array,
-    Expr,
-    Filter,
-    Fold,
-    Require,
-    Sort,
-    block_sizes,
-    walk,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ElemType:
-    """A type of the language without the star."""
-
-    kind: str
-    """`float`, `int`, `uint`, `float16` or `bfloat16`."""
-    bits: int = 0
-    """Width of a `uint`."""
-
-    def __str__(self) -> str:
-        return f"uint{self.bits}" if self.kind == "uint" else self.kind
-
-    @property
-    def storage(self) -> str:
-        names = {"float": "f32", "int": "i64", "float16": "f16", "bfloat16": "bf16"}
-        return names.get(self.kind) or f"u{self.bits}"
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of one scalar in a payload."""
-        return max(1, STORAGE_BITS[self.storage] // 8)
-
-
-FLOAT = ElemType("float")
-INT = ElemType("int")
-BOOL = ElemType("uint", 1)
-
-
-def convert(graph: Graph, value: Expr, elem: ElemType) -> Expr:
-    """`value` as an element of this type (a `uint` saturates)."""
-    if elem.kind == "float":
-        return graph.to_float(value)
-    if elem.kind == "int":
-        return graph.to_int(value)
-    if elem.kind == "uint":
-        return graph.to_uint(value, elem.bits)
-    rounded = {"float16": "round_f16", "bfloat16": "round_bf16"}[elem.kind]
-    return graph.unary(rounded, graph.to_float(value))
+from hipress.compll import ir
+from hipress.compll.front.graph import INT, ElemType, Graph, convert
+from hipress.compll.ir import Array, Expr, Fold, walk
 
 
 class ArrayValue(Protocol):
@@ -74,7 +25,7 @@ class ArrayValue(Protocol):
     @property
     def elem(self) -> ElemType: ...
     def at(self, ix: Expr) -> Expr:
-        """The element at `ix`."""
+        """Returns the element at `ix`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +62,7 @@ class Kept:
     """What a filter let through of an array; `source(i)` is the element at i before it."""
 
     draft: Draft
-    filter: Filter
+    filter: ir.Filter
     elem: ElemType
     source: Callable[[Expr], Expr]
 
@@ -135,7 +86,7 @@ class Ordered:
     """A sorted array; single elements are found without sorting all."""
 
     draft: Draft
-    sort: Sort
+    sort: ir.Sort
     elem: ElemType
 
     @property
@@ -179,41 +130,40 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class PerBlock:
-    """One value for each block of the gradient, made inside a `per` scope."""
+class _FromBlocks:
+    """An array that a `per` scope made; `value` is the element in the block being computed."""
 
     draft: Draft
     value: Expr
     size: int
     elem: ElemType
+
+    @property
+    def length(self) -> Expr:
+        raise NotImplementedError
+
+    def at(self, ix: Expr) -> Expr:
+        g = self.draft.graph
+        own = g.block("bnum", self.size) if isinstance(self, PerBlock) else g.idx(self.length)
+        if ix is own and not self.draft.whole:
+            return self.value
+        return g.load(self.draft.stored(self), ix)
+
+
+class PerBlock(_FromBlocks):
+    """One value for each block of the gradient."""
 
     @property
     def length(self) -> Expr:
         return self.draft.blocks(self.size)
 
-    def at(self, ix: Expr) -> Expr:
-        if ix is self.draft.graph.block("bnum", self.size) and not self.draft.whole:
-            return self.value
-        return self.draft.graph.load(self.draft.stored(self), ix)
 
-
-@dataclass(frozen=True, slots=True)
-class InBlocks:
-    """An array as long as the gradient, made block by block inside a `per` scope."""
-
-    draft: Draft
-    value: Expr
-    size: int
-    elem: ElemType
+class InBlocks(_FromBlocks):
+    """An array as long as the gradient, made block by block."""
 
     @property
     def length(self) -> Expr:
         return self.draft.graph.n
-
-    def at(self, ix: Expr) -> Expr:
-        if ix is self.draft.graph.idx(self.length) and not self.draft.whole:
-            return self.value
-        return self.draft.graph.load(self.draft.stored(self), ix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,14 +208,11 @@ class Draft:
 
     graph: Graph
     writes: list[Write] = field(default_factory=list)
-    emits: list[tuple[Filter, Array, Expr]] = field(default_factory=list)
-    sorts: list[Sort] = field(default_factory=list)
-    scans: list[tuple[Fold, Array]] = field(default_factory=list)
-    spreads: list[tuple[Array, Expr, Expr, Expr, bool]] = field(default_factory=list)
-    """Target, length, index, value, whether it starts from zero."""
-    distinct: set[Array] = field(default_factory=set)
-    """Targets that get at most one value at each index."""
-    requires: list[Require] = field(default_factory=list)
+    emits: list[tuple[ir.Filter, Array, Expr]] = field(default_factory=list)
+    sorts: list[ir.Sort] = field(default_factory=list)
+    scans: list[ir.Scan] = field(default_factory=list)
+    scatters: list[ir.Scatter] = field(default_factory=list)
+    requires: list[ir.Require] = field(default_factory=list)
     temps: list[Array] = field(default_factory=list)
     folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
     """Reductions by what they are, so that equal ones are one."""
@@ -274,9 +221,9 @@ class Draft:
     enforces: bool = False
     """Whether the kernel checks `requires` before anything runs."""
     fusing: bool = False
-    """Whether what a filter took may be asked for: only where its own pass will answer."""
+    """Whether values may depend on what a filter took: only those that its own pass writes."""
     whole: bool = False
-    """Whether the values at hand go to a pass that has no blocks."""
+    """Whether values are being made for a pass that has no blocks."""
     _stored: dict[object, Array] = field(default_factory=dict)
 
     @contextmanager
@@ -290,7 +237,7 @@ class Draft:
 
     @contextmanager
     def fused(self, allowed: bool) -> Iterator[None]:
-        """For values that are written by the pass of the filter that they ask about."""
+        """For values that are written by the pass of the filter that they depend on."""
         before, self.fusing = self.fusing, allowed
         try:
             yield
@@ -298,56 +245,54 @@ class Draft:
             self.fusing = before
 
     def element(self, value: ArrayValue, ix: Expr) -> Expr:
-        """An element for a pass: of what blocks of two sizes made, all is read from memory."""
+        """Returns an element for a pass, from memory where it mixes blocks of two sizes."""
         found = value.at(ix)
-        if len(block_sizes([found])) <= 1:
+        if len(ir.block_sizes([found])) <= 1:
             return found
         with self.unblocked():
             return value.at(ix)
 
-    def depends(self, value: Expr, found: Filter) -> bool:
+    def depends(self, value: Expr, found: ir.Filter) -> bool:
         """Whether a value needs the result of a filter."""
         mine = {array for f, array, _ in self.emits if f is found}
         seen: set[Expr] = set()
         todo = [value]
         while todo:
-            for e in walk([todo.pop()]):
-                if e in seen:
-                    continue
-                seen.add(e)
+            for e in walk([todo.pop()], seen):
                 if e.op in ("count", "taken") and e.attr is found:
                     return True
-                if e.op in ("load", "load_clamped"):
-                    if e.attr in mine:
-                        return True
-                    todo += self._made_of(e.attr)
-                elif e.op == "fold":
-                    todo += [*e.attr.exprs, e.attr.length]
-                elif e.op in ("count", "taken"):
-                    todo.append(e.attr.keep)
-                elif e.op == "pick":
-                    todo += [e.attr.value, e.attr.key]
+                if e.is_load and e.attr in mine:
+                    return True
+                todo += self._made_of(e.attr) if e.is_load else ir.behind(e)
         return False
 
+    def exprs(self) -> list[Expr]:
+        """Returns every value that the kernel must compute."""
+        out = [w.value for w in self.writes] + [value for _, _, value in self.emits]
+        out += [e for s in self.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
+        out += [e for scan in self.scans for e in scan.fold.exprs]
+        out += [e for s in self.scatters for e in (s.length, s.index, s.value)]
+        return out + [r.cond for r in self.requires]
+
     def _made_of(self, array: Array) -> list[Expr]:
-        """The values that an array in memory was written from."""
+        """Returns the values that an array in memory was written from."""
         made = [w.value for w in self.writes if w.array is array]
         made += [value for _, target, value in self.emits if target is array]
-        made += [e for f, target in self.scans if target is array for e in f.exprs]
-        made += [e for s in self.spreads if s[0] is array for e in s[1:4]]
+        made += [e for s in self.scans if s.array is array for e in s.fold.exprs]
+        made += [e for s in self.scatters if s.array is array for e in (s.length, s.index, s.value)]
         return made + [s.value for s in self.sorts if s.values is array]
 
     def blocks(self, size: int) -> Expr:
-        """The number of blocks in the gradient."""
+        """Returns the number of blocks in the gradient."""
         g = self.graph
         return g.binary("idiv", g.binary("add", g.n, g.const(size - 1)), g.const(size))
 
     def capacity(self, value: ArrayValue) -> Expr:
-        """The most elements an array can have, known to the host."""
+        """Returns the most elements an array can have, known to the host."""
         return self.limits.get(value.length, value.length)
 
     def temp(self, elem: ElemType, length: Expr) -> Array:
-        """New memory for a value between two passes; nothing is packed there."""
+        """Returns new memory for a value between two passes; nothing is packed there."""
         storage = elem.storage
         if elem.kind == "uint" and elem.bits < 8:
             storage = "u8"
@@ -358,7 +303,7 @@ class Draft:
         return array
 
     def stored(self, value: ArrayValue) -> Array:
-        """`value` in memory, written once however often it is asked for."""
+        """Returns `value` in memory, which is written once only."""
         if isinstance(value, Stored):
             return value.array
         if isinstance(value, Kept):
@@ -385,8 +330,8 @@ class Draft:
             self.writes.append(Write(self._stored[key], body, value.length, False))
         return self._stored[key]
 
-    def emitted(self, found: Filter, value: Expr, elem: ElemType) -> Array:
-        """The array that collects `value` of each element that `found` takes."""
+    def emitted(self, found: ir.Filter, value: Expr, elem: ElemType) -> Array:
+        """Returns the array that collects `value` of each element that `found` takes."""
         key = ("emit", found, value, elem)
         if key not in self._stored:
             self._stored[key] = self.temp(elem, found.capacity)
@@ -394,7 +339,7 @@ class Draft:
         return self._stored[key]
 
     def spread(self, value: Spread) -> Array:
-        """A scatter's result in memory."""
+        """Returns a scatter's result in memory."""
         key = ("spread", value)
         if key not in self._stored:
             # Wide, so that codes may add up; who reads it saturates them again.
@@ -407,13 +352,13 @@ class Draft:
         """Plans the scatter itself, into memory that exists."""
         ix = self.graph.idx(value.index.length)
         with self.unblocked():
-            pair = (value.index.at(ix), value.value.at(ix))
-        self.spreads.append((target, value.index.length, *pair, clear))
-        if isinstance(value.index, Computed | Stored) and value.index.distinct:
-            self.distinct.add(target)
+            index, added = value.index.at(ix), value.value.at(ix)
+        distinct = isinstance(value.index, Computed | Stored) and value.index.distinct
+        scatter = ir.Scatter(value.index.length, index, added, target, clear, distinct)
+        self.scatters.append(scatter)
 
     def scanned(self, fold: Fold, elem: ElemType) -> Array:
-        """A running reduction in memory."""
+        """Returns a running reduction in memory."""
         array = self.temp(elem, fold.length)
-        self.scans.append((fold, array))
+        self.scans.append(ir.Scan(fold, array))
         return array

@@ -1,4 +1,4 @@
-"""The tree of a program, as written: no types are known yet."""
+"""The nodes of a program's tree, as written: types are not checked yet."""
 
 from __future__ import annotations
 

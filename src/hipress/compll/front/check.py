@@ -1,7 +1,8 @@
-"""The checked meaning of a function: names, types, widths and sizes, before any code is made.
+"""The tree of a function in, its checked meaning out: payload, gradient and states as values.
 
-A function is *played* once with symbolic arguments: each expression becomes a value of `ir`, each
-array one of `arrays`. What does not fit is a `ProgramError` at the place where it is written.
+A function is evaluated once with symbolic arguments: each expression becomes a value of `ir`, each
+array one of `arrays`. Wrong names, types, widths and sizes are a `ProgramError` at the place where
+they are written.
 """
 
 from __future__ import annotations
@@ -11,39 +12,58 @@ from dataclasses import dataclass
 
 from hipress.compll.front import ast
 from hipress.compll.front.arrays import (
-    BOOL,
-    FLOAT,
     ArrayValue,
     Computed,
     Draft,
-    ElemType,
     InBlocks,
     PerBlock,
     Sliced,
     Stored,
-    convert,
 )
 from hipress.compll.front.expressions import Expressions
-from hipress.compll.front.graph import Graph, TooDeep
+from hipress.compll.front.graph import BOOL, FLOAT, ElemType, Graph, TooDeep, convert
 from hipress.compll.front.parse import TYPES
-from hipress.compll.front.scope import (
-    Binding,
-    Env,
-    Func,
-    Param,
-    ParamValue,
-    Part,
-    Scalar,
-    Signature,
-    Struct,
-    Unset,
-)
+from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.ir import Array, Expr, Require
+
+ParamValue = int | float
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """What a function did: the payload it made, or the gradient; and its states."""
+class Param:
+    """A parameter of a program, as its signature or a param block declares it."""
+
+    name: str
+    elem: ElemType
+    default: ParamValue | None
+
+    @property
+    def runtime(self) -> bool:
+        """Floats are passed at run time; integers are known when kernels are made."""
+        return self.elem.kind == "float"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The arguments of a function, by role."""
+
+    gradient: ast.Arg
+    payload: ast.Arg
+    states: tuple[ast.Arg, ...]
+    params: tuple[Param, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One piece of a payload, in the order of `concat`."""
+
+    elem: ElemType
+    value: Expr | ArrayValue
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The result of a function: the payload or the gradient, and the states."""
 
     parts: tuple[Part, ...]
     gradient: ArrayValue | None
@@ -109,7 +129,7 @@ def _fields(check: Expressions, block: ast.ParamBlock) -> list[Param]:
     return params
 
 
-def play(
+def evaluate(
     source: ast.Source,
     function: ast.Function,
     draft: Draft,
@@ -118,8 +138,8 @@ def play(
     gradient: ArrayValue | None = None,
     states: Sequence[ArrayValue] = (),
     payload: Sequence[Part] | None = None,
-) -> Played:
-    """Plays `function` into `draft`.
+) -> Evaluated:
+    """Evaluates `function` with symbolic arguments, into `draft`.
 
     Args:
         source: The file it stands in, for messages and param blocks.
@@ -130,36 +150,38 @@ def play(
         states: For encode: its `inout` arrays.
         payload: For decode: what `extract` gives; None while only encode is known.
     """
-    player = _Player(source, draft, dict(params))
+    checker = _Checker(source, draft, dict(params))
     roles = signature(source, function)
-    env = player.arguments(function, roles)
+    env = checker.arguments(function, roles)
     if gradient is not None:
         env.names[roles.gradient.name] = gradient
         env.names[roles.payload.name] = Unset(ElemType("uint", 8), True, None)
         for arg, state in zip(roles.states, states, strict=True):
             env.names[arg.name] = state
     else:
-        player.payload_name, player.payload = roles.payload.name, payload
-        player.decoding = True
+        checker.payload_name, checker.payload = roles.payload.name, payload
+        checker.decoding = True
         env.names[roles.gradient.name] = Unset(FLOAT, True, draft.graph.n)
     try:
-        player.statements(function.body, env)
+        checker.statements(function.body, env)
     except TooDeep:
-        player.fail(function, "a value is made of too many operations one after another")
+        checker.fail(function, "a value is made of too many operations one after another")
     if gradient is None:
         made = env.names[roles.gradient.name]
         if isinstance(made, Unset):
-            player.fail(function, f"{function.name} never assigns {roles.gradient.name!r}")
+            checker.fail(function, f"{function.name} never assigns {roles.gradient.name!r}")
         assert not isinstance(made, Scalar | Func | Struct)
-        return Played((), made, ())
-    if player.parts is None:
-        player.fail(function, f"{function.name} never assigns {roles.payload.name!r} = concat(...)")
+        return Evaluated((), made, ())
+    if checker.parts is None:
+        checker.fail(
+            function, f"{function.name} never assigns {roles.payload.name!r} = concat(...)"
+        )
     finals = tuple(env.names[a.name] for a in roles.states)
-    return Played(player.parts, None, finals)  # type: ignore[arg-type]
+    return Evaluated(checker.parts, None, finals)  # type: ignore[arg-type]
 
 
-class _Player(Expressions):
-    """Plays the statements of a function."""
+class _Checker(Expressions):
+    """Evaluates the statements of a function."""
 
     def __init__(self, source: ast.Source, draft: Draft, params: dict[str, ParamValue]) -> None:
         super().__init__(source, draft)
@@ -169,7 +191,7 @@ class _Player(Expressions):
         self.payload_name: str | None = None
 
     def arguments(self, function: ast.Function, roles: Signature) -> Env:
-        """The parameters by name; arrays are bound by the caller."""
+        """Returns the scope of the parameters; the caller binds the arrays."""
         if function.returns.base != "void" or function.returns.array:
             self.fail(function.returns, f"{function.name} must return void")
         env = Env()
@@ -212,7 +234,7 @@ class _Player(Expressions):
         elif isinstance(s, ast.Do):
             call = s.value
             if not (isinstance(call, ast.Call) and call.name == "extract"):
-                self.fail(s, "a value nobody uses; only extract(...) stands on its own")
+                self.fail(s, "this value is not used; only extract(...) may stand on its own")
             self._extract(call, env)
         elif s.value is not None:
             self.fail(s, "a function returns nothing; assign its output array instead")
@@ -252,7 +274,7 @@ class _Player(Expressions):
         if want is not None and not isinstance(made, Scalar) and made.length is not want:
             self.fail(
                 s,
-                f"{s.name!r} has {self.show(want)}, the value assigned to it "
+                f"{s.name!r} has {self.show(want)}, but the value assigned to it has "
                 f"{self.show(made.length)}",
             )
         home.names[s.name] = made
@@ -278,7 +300,7 @@ class _Player(Expressions):
         if size.attr < 8 or size.attr % 8:
             self.fail(
                 s.size,
-                f"a block of {size.attr} elements; it must be a positive multiple of 8, so "
+                f"a block has {size.attr} elements; that must be a positive multiple of 8, so "
                 "that packed blocks start on a whole byte",
             )
         scope = Env(outer=env, block=size.attr)
@@ -291,7 +313,7 @@ class _Player(Expressions):
                 env.names[name] = self._leave(name, made, s, scope)
 
     def _leave(self, name: str, made: Binding, node: ast.Node, scope: Env) -> ArrayValue:
-        """What a name of a per scope is outside: all blocks side by side."""
+        """Returns what a name of a per scope is outside of it: all blocks side by side."""
         size = scope.block
         assert size is not None
         if isinstance(made, Scalar):
@@ -309,10 +331,10 @@ class _Player(Expressions):
         value = self.value(node, env)
         if isinstance(value, Scalar):
             sent = self.graph.sent(convert(self.graph, value.value, value.elem))
-            return Part(value.elem, sent, node.pos)
+            return Part(value.elem, sent)
         if isinstance(value, Func | Struct | Unset):
             self.fail(node, "concat takes numbers and arrays that have a value")
-        return Part(value.elem, value, node.pos)
+        return Part(value.elem, value)
 
     def _extract(self, call: ast.Call, env: Env) -> None:
         if env.per() is not None:
@@ -332,7 +354,7 @@ class _Player(Expressions):
             self._bind(target, part, env)
 
     def _given(self, call: ast.Call, targets: list[ast.Name], env: Env) -> list[Part]:
-        """Parts as declared, where no encode function is at hand to tell them."""
+        """Returns the parts as declared, for a decode function without its encode function."""
         parts = []
         for i, target in enumerate(targets):
             home = env.home(target.id)
@@ -346,11 +368,11 @@ class _Player(Expressions):
                         f" function; write {slot.elem} {target.id}[size];",
                     )
                 array = Array(f"section{i}", slot.elem.storage, length, target.id)
-                parts.append(Part(slot.elem, Stored(self.draft, array, slot.elem), target.pos))
+                parts.append(Part(slot.elem, Stored(self.draft, array, slot.elem)))
             elif isinstance(slot, Unset | Scalar):
                 array = Array(f"section{i}", slot.elem.storage, self.graph.const(1), target.id)
                 value = self.graph.load(array, self.graph.const(0))
-                parts.append(Part(slot.elem, value, target.pos))
+                parts.append(Part(slot.elem, value))
             else:
                 self.unknown(target, target.id, env)
         return parts

@@ -1,6 +1,6 @@
-"""Expressions and lambdas: from what is written to values.
+"""Expressions and lambdas in, values out.
 
-`Expressions` knows nothing of functions and payloads; `check` adds those.
+`Expressions` does not know statements of functions and payloads; `check` adds those.
 """
 
 from __future__ import annotations
@@ -10,18 +10,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from hipress.compll.front import ast, operators
-from hipress.compll.front.arrays import (
-    BOOL,
-    FLOAT,
-    INT,
-    ArrayValue,
-    Draft,
-    ElemType,
-    InBlocks,
-    Sliced,
-    Stored,
-    convert,
-)
+from hipress.compll.front.arrays import ArrayValue, Draft, InBlocks, Sliced, Stored
+from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, convert
 from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.ir import Expr
@@ -30,11 +20,11 @@ WIDTHS = (1, 2, 4, 8, 16, 32)
 MAX_DEPTH = 100
 MAX_BLOCKS = 40
 MAX_WORK = 100_000
-"""Expressions played for one function: the largest of our programs needs under 500."""
+"""Expressions evaluated for one function; the largest built-in program needs under 500."""
 
 
 class Expressions:
-    """Turns expressions into values; one per function played."""
+    """Turns the expressions of one function into values."""
 
     def __init__(self, source: ast.Source, draft: Draft) -> None:
         self.source = source
@@ -45,7 +35,7 @@ class Expressions:
         self.depth = 0
         self.blocks = 0
         self.lambdas = 0
-        """Lambdas around the expression at hand."""
+        """Number of lambdas around the expression being evaluated."""
         self.decoding = False
         self.reducing = False
         self.work = 0
@@ -70,7 +60,7 @@ class Expressions:
         return self._sites.setdefault(pos, len(self._sites))
 
     def elem(self, type_: ast.TypeName, env: Env) -> ElemType:
-        """The element type that `type_` names."""
+        """Returns the element type that `type_` names."""
         if type_.width is not None and type_.base != "uint":
             self.fail(type_, f"{type_.base!r} takes no width; write uint<...>")
         if type_.base == "uint":
@@ -81,13 +71,13 @@ class Expressions:
                 self.fail(type_.width, "a width is made of integer parameters and literals")
             if width.attr not in WIDTHS:
                 choices = ", ".join(map(str, WIDTHS))
-                self.fail(type_.width, f"a uint of {width.attr} bits; allowed: {choices}")
+                self.fail(type_.width, f"a uint cannot have {width.attr} bits; allowed: {choices}")
             return ElemType("uint", width.attr)
         if type_.base.startswith("uint"):
             return ElemType("uint", int(type_.base[4:]))
         if type_.base in ("float", "int", "float16", "bfloat16"):
             return ElemType(type_.base)
-        self.fail(type_, f"{type_.base!r} is no type of a value; allowed: float, int, uint<...>")
+        self.fail(type_, f"{type_.base!r} is not the type of a value; use float, int or uint<...>")
 
     def declare(self, s: ast.Declare, env: Env) -> None:
         """Binds a new name."""
@@ -116,7 +106,7 @@ class Expressions:
                 if a is b or a == b:
                     continue
                 if isinstance(a, Unset) or isinstance(b, Unset):
-                    self.fail(node, f"{name!r} gets a value on one way only; give it one before")
+                    self.fail(node, f"{name!r} gets a value in one branch only; give it one before")
                 if not (isinstance(a, Scalar) and isinstance(b, Scalar)):
                     self.fail(
                         node,
@@ -127,7 +117,7 @@ class Expressions:
             env = env.outer
 
     def value(self, node: ast.Expr, env: Env) -> Binding:
-        """Any value: a number, an array or a function."""
+        """Returns the value of an expression: a number, an array or a function."""
         self.depth += 1
         self.work += 1
         if self.depth > MAX_DEPTH:
@@ -165,7 +155,7 @@ class Expressions:
         return self.number(self._binary(node, env))
 
     def number(self, value: Expr) -> Scalar:
-        """A scalar with the type that its value has by itself."""
+        """Returns a scalar with the type that its value has by itself."""
         elem = {"float": FLOAT, "int": INT, "bool": BOOL}[value.type]
         return Scalar(value, elem)
 
@@ -193,7 +183,7 @@ class Expressions:
         if isinstance(value, Struct):
             if node.field not in value.fields:
                 known = ", ".join(value.fields)
-                self.fail(node, f"no parameter {node.field!r}; the block has: {known}")
+                self.fail(node, f"the param block has no parameter {node.field!r}; it has: {known}")
             return value.fields[node.field]
         if isinstance(value, Unset) and value.array and value.length is not None:
             length = value.length
@@ -241,14 +231,14 @@ class Expressions:
         return g.binary({"+": "add", "-": "sub", "*": "mul"}[node.op], a, b)
 
     def same(self, a: Expr, b: Expr) -> tuple[Expr, Expr]:
-        """Two numbers in their common type: float if one is, else int."""
+        """Returns two numbers in their common type: float if one is, else int."""
         g = self.graph
         if "float" in (a.type, b.type):
             return g.to_float(a), g.to_float(b)
         return g.to_int(a), g.to_int(b)
 
     def scalar(self, node: ast.Expr, env: Env) -> Expr:
-        """A number, or an error at `node`."""
+        """Returns a number; raises an error at `node` if it is not one."""
         value = self.value(node, env)
         if isinstance(value, Scalar):
             return value.value
@@ -256,7 +246,7 @@ class Expressions:
         self.fail(node, f"a number is needed here, this is {what}; index it or reduce it")
 
     def array(self, node: ast.Expr, env: Env) -> ArrayValue:
-        """An array, or an error at `node`."""
+        """Returns an array; raises an error at `node` if it is not one."""
         value = self.value(node, env)
         if isinstance(value, Scalar | Func | Struct | Unset):
             self.fail(node, f"an array is needed here, this is {self.what(value)}")
@@ -273,7 +263,7 @@ class Expressions:
         return str(value.elem) if isinstance(value, Scalar) else f"an array ({value.elem}*)"
 
     def size(self, node: ast.Expr, env: Env) -> Expr:
-        """The length of an array: known from sizes and parameters alone."""
+        """Returns the length of an array, which only sizes and parameters may determine."""
         value = self.scalar(node, env)
         if value.type != "int":
             self.fail(node, "a size is an int; this is a float (use floor and an int variable)")
@@ -282,7 +272,7 @@ class Expressions:
         return value
 
     def show(self, length: Expr) -> str:
-        """A length in words a reader knows."""
+        """Returns a length in words for an error message."""
         if length.op == "const":
             return f"{length.attr} elements"
         known = {"n": "the gradient", "count": "a filter let through", "blen": "the block"}
@@ -310,13 +300,7 @@ class Expressions:
             if not isinstance(func, Func):
                 self.fail(node, f"{node.name!r} is {self.what(func)} here, not a function")
             return self.apply(node, func, [self.scalar(a, env) for a in node.args], None)
-        operator = operators.OPERATORS.get(node.name)
-        if operator is None:
-            known = ", ".join(sorted(operators.OPERATORS))
-            self.fail(node, f"{node.name!r} is not a function; operators: {known}")
-        if self.lambdas and node.name in operators.WHOLE:
-            self.fail(node, f"{node.name} works on whole arrays; do it before the lambda")
-        return operator(self, node, env)
+        return operators.call(self, node, env)
 
     def apply(
         self, node: ast.Node, func: Func, args: Sequence[Expr], position: Expr | None
@@ -349,7 +333,7 @@ class Expressions:
     def _outcome(self, body: Sequence[ast.Statement], env: Env, top: Env) -> tuple[Expr, Expr]:
         """Whether a lambda's statements return, and what; both may depend on the element.
 
-        Every statement is played once, also after an `if` that returns: work grows with the
+        Every statement is evaluated once, also after an `if` that returns: work grows with the
         length of the text, not with the number of ways through it.
         """
         with self.nested(body):
@@ -406,7 +390,7 @@ class Expressions:
                 self.fail(s, f"a lambda can only assign its own names; {s.name!r} is captured")
             home.names[s.name] = self.typed(s.value, old.elem, False, s.name, env)
         else:
-            self.fail(s, "inside a lambda: declarations, assignments, if and return")
+            self.fail(s, "a lambda may hold only declarations, assignments, if and return")
 
     def unknown(self, node: ast.Node, name: str, env: Env) -> NoReturn:
         names = ", ".join(env.visible()) or "none"

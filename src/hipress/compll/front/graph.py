@@ -1,13 +1,37 @@
-"""Makes values: equal ones once, simple identities applied, ranges of ints known."""
+"""Makes the values of `ir`: equal ones once, simplified, with the ranges of ints."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hipress.compll.ir import MAX_NUMEL, OPS, STORAGE_BITS, Array, Expr, Filter, Fold, Sort, Type
+
+
+@dataclass(frozen=True, slots=True)
+class ElemType:
+    """A type of the language without the star."""
+
+    kind: str
+    """`float`, `int`, `uint`, `float16` or `bfloat16`."""
+    bits: int = 0
+    """Width of a `uint`."""
+
+    def __str__(self) -> str:
+        return f"uint{self.bits}" if self.kind == "uint" else self.kind
+
+    @property
+    def storage(self) -> str:
+        names = {"float": "f32", "int": "i64", "float16": "f16", "bfloat16": "bf16"}
+        return names.get(self.kind) or f"u{self.bits}"
+
+
+FLOAT = ElemType("float")
+INT = ElemType("int")
+BOOL = ElemType("uint", 1)
 
 _INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
 
@@ -24,7 +48,7 @@ _RUN_TIME = frozenset({"load", "load_clamped", "uniform", "bits32", "fold", "cou
 
 @dataclass(eq=False)
 class Graph:
-    """Makes values; equal ones are made once. Knows the simple identities."""
+    """Makes values; equal ones are the same object, and simple identities are applied."""
 
     _interned: dict[tuple[Any, ...], Expr] = field(default_factory=dict)
 
@@ -38,7 +62,7 @@ class Graph:
         variance: int | None = None,
         host: bool | None = None,
     ) -> Expr:
-        """The value `op(args)`; `bounds` is the range of an int."""
+        """Returns the value `op(args)`; `bounds` is the range of an int."""
         assert op in OPS, op
         # 0.0 == -0.0 and 1 == True in Python: the repr keeps them apart.
         key = (op, args, type, repr(attr) if op == "const" else attr)
@@ -96,13 +120,12 @@ class Graph:
         op = "load" if safe else "load_clamped"
         return self.make(op, index, type=array.type, attr=array, bounds=bounds)
 
-    def uniform(self, index: Expr, site: int, key: Expr | None = None) -> Expr:
+    def random(self, op: str, index: Expr, site: int, key: Expr | None = None) -> Expr:
+        """`uniform` or `bits32`."""
         args = (index,) if key is None else (index, key)
-        return self.make("uniform", *args, type="float", attr=site)
-
-    def bits32(self, index: Expr, site: int, key: Expr | None = None) -> Expr:
-        args = (index,) if key is None else (index, key)
-        return self.make("bits32", *args, type="int", attr=site, bounds=(0, 2**32 - 1))
+        if op == "uniform":
+            return self.make(op, *args, type="float", attr=site)
+        return self.make(op, *args, type="int", attr=site, bounds=(0, 2**32 - 1))
 
     def fold(self, fold: Fold) -> Expr:
         variance = 0 if fold.block is None else 1
@@ -123,27 +146,18 @@ class Graph:
         """`neg`, `abs`, `floor`, ... and the casts; the type follows from `a`."""
         if a.op == "const" and op in _FOLD1:
             return self.const(_FOLD1[op](a.attr))
-        if op in ("floor", "round_f16", "round_bf16") and a.op in (op, "floor"):
-            if a.op == op:
-                return a
-        if op == "not":
-            return self.make("not", a, type="bool")
-        if op == "finite":
-            return self.make("finite", a, type="bool")
+        if op in ("floor", "round_f16", "round_bf16") and a.op == op:
+            return a
+        if op in ("not", "finite"):
+            return self.make(op, a, type="bool")
         if op == "exponent":
             return self.make("exponent", a, type="int", bounds=(-150, 128))
         if op == "exp2" and a.op == "float" and a.args[0].type == "int":
             whole = a.args[0]
             if -126 <= whole.lo and whole.hi <= 127 and not whole.host:
                 return self.make("power", whole, type="float")
-        if op == "neg" and a.type == "int":
-            return self.make("neg", a, type="int", bounds=(-a.hi, -a.lo))
-        if op == "abs" and a.type == "int":
-            hi = max(abs(a.lo), abs(a.hi))
-            return self.make("abs", a, type="int", bounds=(0, hi))
-        if op == "sign" and a.type == "int":
-            return self.make("sign", a, type="int", bounds=(-1, 1))
-        return self.make(op, a, type=a.type)
+        ranges = {"neg": (-a.hi, -a.lo), "abs": (0, max(abs(a.lo), abs(a.hi))), "sign": (-1, 1)}
+        return self.make(op, a, type=a.type, bounds=ranges.get(op) if a.type == "int" else None)
 
     def binary(self, op: str, a: Expr, b: Expr) -> Expr:
         """Arithmetic on two values of one type."""
@@ -189,7 +203,7 @@ class Graph:
         return self.make("select", cond, yes, no, type=yes.type, bounds=bounds)
 
     def sent(self, a: Expr) -> Expr:
-        """A host value as it is on the wire: from here on the kernel computes with it."""
+        """Returns a host value as it is on the wire: from here on the kernel computes with it."""
         if a.type != "float" or not a.host or a.op == "const":
             return a
         return self.make("sent", a, type="float", host=False)
@@ -237,7 +251,7 @@ class Graph:
         return self.make("uint", a, type="int", attr=bits, bounds=(0, top))
 
     def substitute(self, root: Expr, known: dict[Expr, Expr]) -> Expr:
-        """`root` with some values replaced, simplified again."""
+        """Returns `root` with some values replaced, simplified again."""
         done = dict(known)
 
         def visit(e: Expr) -> Expr:
@@ -253,11 +267,9 @@ class Graph:
             return self.select(*args)
         if e.op == "uint":
             return self.to_uint(args[0], e.attr)
-        if e.op == "float":
-            return self.to_float(args[0])
-        if e.op == "int":
-            return self.to_int(args[0])
-        if e.op in ("load", "load_clamped"):
+        if e.op in ("float", "int"):
+            return (self.to_float if e.op == "float" else self.to_int)(args[0])
+        if e.is_load:
             return self.load(e.attr, args[0])
         if e.op in ("land", "lor"):
             return self.logic(e.op, *args)
@@ -278,10 +290,26 @@ class Graph:
 
 
 _FOLD1: dict[str, Callable[[Any], Any]] = {
-    "neg": lambda a: -a,
+    "neg": operator.neg,
     "abs": abs,
-    "not": lambda a: not a,
-    "inv": lambda a: ~a,
+    "not": operator.not_,
+    "inv": operator.invert,
+}
+
+
+_FOLD2: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "min": min,
+    "max": max,
+    "lt": operator.lt,
+    "le": operator.le,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
 }
 
 
@@ -290,25 +318,11 @@ def _fold2(op: str, a: Any, b: Any) -> int | float | bool | None:
         return int(a) << int(b) if 0 <= b < 62 and abs(a) < 2**32 else None
     if op == "shr":
         return int(a) >> int(b) if 0 <= b < 63 else None
-    table: dict[str, Callable[[], Any]] = {
-        "add": lambda: a + b,
-        "sub": lambda: a - b,
-        "mul": lambda: a * b,
-        "min": lambda: min(a, b),
-        "max": lambda: max(a, b),
-        "lt": lambda: a < b,
-        "le": lambda: a <= b,
-        "eq": lambda: a == b,
-        "ne": lambda: a != b,
-        "and": lambda: a & b,
-        "or": lambda: a | b,
-        "xor": lambda: a ^ b,
-    }
     if isinstance(a, float) and op not in ("lt", "le", "eq", "ne", "min", "max"):
         return None  # a backend rounds to binary32; Python would not
-    if op not in table:
+    if op not in _FOLD2:
         return None
-    value = table[op]()
+    value = _FOLD2[op](a, b)
     return value if isinstance(value, bool | float) or _INT_MIN <= value <= _INT_MAX else None
 
 
@@ -316,14 +330,7 @@ def _bounds(op: str, a: Expr, b: Expr) -> tuple[int, int] | None:
     if a.type != "int":
         return None
     if op in ("add", "sub", "mul", "min", "max"):
-        f: dict[str, Callable[[int, int], int]] = {
-            "add": lambda x, y: x + y,
-            "sub": lambda x, y: x - y,
-            "mul": lambda x, y: x * y,
-            "min": min,
-            "max": max,
-        }
-        ends = [f[op](x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
+        ends = [_FOLD2[op](x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
         if min(ends) < _INT_MIN or max(ends) > _INT_MAX:
             return None  # may wrap: any value
         return min(ends), max(ends)
@@ -353,16 +360,24 @@ def _never_negative(e: Expr) -> bool:
         return math.copysign(1.0, e.attr) > 0
     if e.op in ("abs", "sqrt", "uniform", "exp2", "power"):
         return True
-    if e.op in ("add", "mul", "div", "min"):
+    if e.op in ("add", "mul", "div", "min", "max", "floor"):
         return all(_never_negative(a) for a in e.args)
     if e.op == "select":
         return all(_never_negative(a) for a in e.args[1:])
-    if e.op == "max":
-        return all(_never_negative(a) for a in e.args)
     if e.op == "fold":
         f = e.attr
         starts = f.kind in ("sum", "max") and f.init.op == "const" and f.init.attr >= 0
         return starts and (f.kind == "max" or _never_negative(f.body))
-    return e.op in ("float", "floor") and (
-        _never_negative(e.args[0]) if e.op == "floor" else e.args[0].lo >= 0
-    )
+    return e.op == "float" and e.args[0].lo >= 0
+
+
+def convert(graph: Graph, value: Expr, elem: ElemType) -> Expr:
+    """Returns `value` as an element of this type (a `uint` saturates)."""
+    if elem.kind == "float":
+        return graph.to_float(value)
+    if elem.kind == "int":
+        return graph.to_int(value)
+    if elem.kind == "uint":
+        return graph.to_uint(value, elem.bits)
+    rounded = {"float16": "round_f16", "bfloat16": "round_bf16"}[elem.kind]
+    return graph.unary(rounded, graph.to_float(value))

@@ -1,6 +1,6 @@
 """The operators of the language: one function and one line in `OPERATORS` each.
 
-An operator gets the player (see `expressions`), the call and the names in scope; it returns a
+An operator gets the checker (see `expressions`), the call and the names in scope; it returns a
 number or an array. Arrays stay unwritten where they can: see `arrays`.
 """
 
@@ -10,19 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hipress.compll.front import ast
-from hipress.compll.front.arrays import (
-    FLOAT,
-    INT,
-    ArrayValue,
-    Computed,
-    ElemType,
-    Kept,
-    Ordered,
-    Sliced,
-    Spread,
-    Stored,
-    convert,
-)
+from hipress.compll.front.arrays import ArrayValue, Computed, Kept, Ordered, Sliced, Spread, Stored
+from hipress.compll.front.graph import FLOAT, INT, ElemType, convert
 from hipress.compll.front.scope import Binding, Env, Func, Scalar
 from hipress.compll.ir import Expr, Filter, Fold, Require, Sort
 
@@ -32,51 +21,42 @@ if TYPE_CHECKING:
 Operator = Callable[["Expressions", ast.Call, "Env"], "Binding"]
 
 
-def element(player: Expressions, array: ArrayValue, ix: Expr) -> Expr:
-    """The element at an index that a program computed: clamped into the array."""
-    if ix is _domain(player, array.length) or not isinstance(array, Computed | Sliced | Kept):
+def element(checker: Expressions, array: ArrayValue, ix: Expr) -> Expr:
+    """Returns the element at an index that a program computed: clamped into the array."""
+    if ix is _domain(checker, array.length) or not isinstance(array, Computed | Sliced | Kept):
         return array.at(ix)  # what lies in memory clamps for itself
-    g = player.graph
+    g = checker.graph
     last = g.binary("sub", array.length, g.const(1))
     return array.at(g.binary("max", g.binary("min", ix, last), g.const(0)))
 
 
-def retyped(player: Expressions, value: ArrayValue, elem: ElemType) -> ArrayValue:
-    """The same array with elements of another type."""
+def retyped(checker: Expressions, value: ArrayValue, elem: ElemType) -> ArrayValue:
+    """Returns the same array with elements of another type."""
     if value.elem == elem:
         return value
-    g = player.graph
+    g = checker.graph
     if isinstance(value, Kept):
-        return Kept(player.draft, value.filter, elem, lambda i: convert(g, value.source(i), elem))
+        return Kept(checker.draft, value.filter, elem, lambda i: convert(g, value.source(i), elem))
     return Computed(value.length, elem, lambda i: convert(g, value.at(i), elem))
 
 
-def _arity(player: Expressions, node: ast.Call, least: int, most: int | None = None) -> None:
-    most = least if most is None else most
-    if not least <= len(node.args) <= most:
-        takes = str(least) if least == most else f"{least} to {most}"
-        if most >= 99:
-            takes = f"at least {least}"
-        player.fail(node, f"{node.name} takes {takes} arguments; {len(node.args)} were given")
-
-
-def _domain(player: Expressions, length: Expr) -> Expr:
-    """The index that runs over an array of this length."""
+def _domain(checker: Expressions, length: Expr) -> Expr:
+    """Returns the index that runs over an array of this length."""
     if length.op == "blen":
-        return player.graph.block("lidx", length.attr)
-    return player.graph.idx(length)
+        return checker.graph.block("lidx", length.attr)
+    return checker.graph.idx(length)
 
 
-def _position(player: Expressions, length: Expr, ix: Expr) -> Expr:
-    """The index that `random` draws for: of the whole array, also inside a per scope."""
+def _position(checker: Expressions, length: Expr, ix: Expr) -> Expr:
+    """Returns the index that `random` draws for: in the whole array, also in a per scope."""
     if length.op == "blen":
-        return player.graph.binary("add", player.graph.block("bstart", length.attr), ix)
+        return checker.graph.binary("add", checker.graph.block("bstart", length.attr), ix)
     return ix
 
 
-def _not_in_blocks(player: Expressions, node: ast.Call, value: ArrayValue) -> None:
+def _not_in_blocks(checker: Expressions, node: ast.Call, value: ArrayValue) -> None:
     if value.length.op == "blen":
-        player.fail(node, f"{node.name} works on whole arrays; it cannot stand in a per scope")
+        checker.fail(node, f"{node.name} works on whole arrays; it cannot stand in a per scope")
 
 
 _BUILTIN = {
@@ -85,33 +65,35 @@ _BUILTIN = {
 }
 
 
-def _function(player: Expressions, node: ast.Expr, env: Env, num_args: int) -> Callable[..., Expr]:
-    """A lambda or a built-in name, as a function from values (and a position) to a value."""
+_Function = Callable[[list[Expr], Expr | None], Expr]
+"""A function from values, and the position they are taken from, to a value."""
+
+
+def _function(
+    checker: Expressions, node: ast.Expr, env: Env, num_args: int
+) -> tuple[_Function, Func | None]:
+    """Returns a lambda or a built-in as a function, and the lambda."""
     if isinstance(node, ast.Name) and env.home(node.id) is None and node.id in _BUILTIN:
         if _BUILTIN[node.id] != num_args:
-            player.fail(node, f"{node.id} takes {_BUILTIN[node.id]} arguments here, not {num_args}")
+            checker.fail(node, f"{node.id} takes {_BUILTIN[node.id]} arguments, not {num_args}")
         name = node.id
-        return lambda args, position: _apply_builtin(player, name, args)
-    func = player.value(node, env)
+        return lambda args, position: _apply_builtin(checker, name, args), None
+    func = checker.value(node, env)
     if not isinstance(func, Func):
-        player.fail(node, "a lambda is needed here")
+        checker.fail(node, "a lambda is needed here")
     if len(func.code.args) != num_args:
-        player.fail(
+        checker.fail(
             node, f"a lambda of {num_args} arguments is needed; this takes {len(func.code.args)}"
         )
     # An array is computed when it is used; the lambda must see its names as they are now.
     given = Func(func.code, func.env.frozen())
-    return lambda args, position: player.apply(node, given, args, position).value
+    return lambda args, position: checker.apply(node, given, args, position).value, given
 
 
-def _apply_builtin(player: Expressions, name: str, args: list[Expr]) -> Expr:
+def _apply_builtin(checker: Expressions, name: str, args: list[Expr]) -> Expr:
+    g, value = checker.graph, args[0]
     if name in ("min", "max"):
-        return player.graph.binary(name, *player.same(*args))
-    return _elementary(player, name, args[0])
-
-
-def _elementary(player: Expressions, name: str, value: Expr) -> Expr:
-    g = player.graph
+        return g.binary(name, *checker.same(*args))
     if value.type == "bool":
         value = g.to_int(value)
     if name == "floor" and value.type == "int":
@@ -121,80 +103,74 @@ def _elementary(player: Expressions, name: str, value: Expr) -> Expr:
     return g.unary(name, value)
 
 
-def _returns(player: Expressions, node: ast.Expr, env: Env, of: ElemType) -> ElemType:
-    """The element type that a mapped function gives."""
-    if isinstance(node, ast.Name) and env.home(node.id) is None:
-        return of
-    func = player.value(node, env)
-    assert isinstance(func, Func)
-    return player.elem(func.code.returns, func.env)
-
-
-def map_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`map(a, ..., f)`: f of the elements at each index."""
-    _arity(player, node, 2, 99)
-    arrays = [player.array(a, env) for a in node.args[:-1]]
-    f = _function(player, node.args[-1], env, len(arrays))
-    elem = _returns(player, node.args[-1], env, arrays[0].elem)
+    arrays = [checker.array(a, env) for a in node.args[:-1]]
+    f, func = _function(checker, node.args[-1], env, len(arrays))
     first = arrays[0]
+    elem = checker.elem(func.code.returns, func.env) if func is not None else first.elem
     for other, place in zip(arrays[1:], node.args[1:], strict=False):
         if other.length is not first.length:
-            player.fail(
+            checker.fail(
                 place,
-                f"this array has {player.show(other.length)}, the first has"
-                f" {player.show(first.length)}; map goes over arrays of one length",
+                f"this array has {checker.show(other.length)}, the first has"
+                f" {checker.show(first.length)}; map goes over arrays of one length",
             )
-    g = player.graph
+    g = checker.graph
     kept = [a for a in arrays if isinstance(a, Kept)]
     if len(kept) == len(arrays):
         source = Kept(
-            player.draft,
+            checker.draft,
             kept[0].filter,
             elem,
             lambda i: convert(g, f([a.source(i) for a in kept], i), elem),
         )
-        # What needs the filter's own result is told after its pass, not inside it.
-        if not player.draft.depends(source.element, kept[0].filter):
+        # What needs the filter's own result is computed after its pass, not inside it.
+        if not checker.draft.depends(source.element, kept[0].filter):
             return source
 
     def at(ix: Expr) -> Expr:
-        return convert(g, f([a.at(ix) for a in arrays], _position(player, first.length, ix)), elem)
+        return convert(g, f([a.at(ix) for a in arrays], _position(checker, first.length, ix)), elem)
 
-    at(_domain(player, first.length))  # a wrong lambda is found here, not where it is used
+    at(_domain(checker, first.length))  # a wrong lambda is found here, not where it is used
     return Computed(first.length, elem, at)
 
 
-def range_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def range_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`range(n)`: 0, 1, ... n - 1."""
-    _arity(player, node, 1)
-    return Computed(player.size(node.args[0], env), INT, lambda ix: ix)
+    return Computed(checker.size(node.args[0], env), INT, lambda ix: ix)
 
 
 def _folding(
-    player: Expressions, node: ast.Call, env: Env, array: ArrayValue
+    checker: Expressions, node: ast.Call, env: Env, array: ArrayValue
 ) -> tuple[Fold, ElemType]:
-    """The reduction that `reduce` and `scan` share: (array, init, f)."""
-    g = player.graph
-    f = _function(player, node.args[2], env, 2)
-    elem = _returns(player, node.args[2], env, array.elem)
-    _same_types(player, node.args[2], env, elem)
-    init = convert(g, player.scalar(node.args[1], env), elem)
+    """Returns the reduction that `reduce` and `scan` share: (array, init, f)."""
+    g = checker.graph
+    f, func = _function(checker, node.args[2], env, 2)
+    elem = array.elem
+    if func is not None:
+        elem = checker.elem(func.code.returns, func.env)
+        for arg in func.code.args:
+            if checker.elem(arg.type, func.env) != elem:
+                checker.fail(
+                    arg,
+                    f"{arg.name!r} must be {elem}, as the result: a reduction takes its "
+                    "own results as arguments",
+                )
+    init = convert(g, checker.scalar(node.args[1], env), elem)
     if init.variance == 2:
-        player.fail(node.args[1], "the start of a reduction is the same for all elements")
-    body = convert(g, player.draft.element(array, _domain(player, array.length)), elem)
+        checker.fail(node.args[1], "the start of a reduction is the same for all elements")
+    body = convert(g, checker.draft.element(array, _domain(checker, array.length)), elem)
     # Two leaves that stand for f's arguments; their sites are out of any program's reach.
     carry = g.make("param", type=body.type, attr="<carry>", variance=2, host=False)
     item = g.make("param", type=body.type, attr="<item>", variance=2, host=False)
-    player.reducing = True
+    checker.reducing = True
     combine = convert(g, f([carry, item], None), elem)
-    player.reducing = False
+    checker.reducing = False
     kinds = {
-        g.binary("add", carry, item): "sum",
-        g.binary("add", item, carry): "sum",
-        g.binary("max", carry, item): "max",
-        g.binary("max", item, carry): "max",
-        g.binary("min", carry, item): "min",
-        g.binary("min", item, carry): "min",
+        g.binary(op, *pair): kind
+        for op, kind in (("add", "sum"), ("max", "max"), ("min", "min"))
+        for pair in ((carry, item), (item, carry))
     }
     kind = kinds.get(combine, "fold")
     block = array.length.attr if array.length.op == "blen" else None
@@ -203,76 +179,57 @@ def _folding(
     return Fold(kind, body.type, init, body, length, block, *rest), elem  # type: ignore[arg-type]
 
 
-def _same_types(player: Expressions, node: ast.Expr, env: Env, elem: ElemType) -> None:
-    """A reduction takes results as arguments again: all its types are one."""
-    if isinstance(node, ast.Name) and env.home(node.id) is None:
-        return
-    func = player.value(node, env)
-    assert isinstance(func, Func)
-    for arg in func.code.args:
-        if player.elem(arg.type, func.env) != elem:
-            player.fail(
-                arg,
-                f"{arg.name!r} must be {elem}, as the result: a reduction takes its "
-                "own results as arguments",
-            )
-
-
-def reduce_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`reduce(a, init, f)`: f must be associative; the order is the backend's."""
-    _arity(player, node, 3)
-    fold, elem = _folding(player, node, env, player.array(node.args[0], env))
-    return Scalar(player.draft.graph.fold(_shared(player, fold)), elem)
+    fold, elem = _folding(checker, node, env, checker.array(node.args[0], env))
+    return Scalar(checker.draft.graph.fold(_shared(checker, fold)), elem)
 
 
-def _shared(player: Expressions, fold: Fold) -> Fold:
-    """The equal reduction that was made before, if any: then both are one."""
+def _shared(checker: Expressions, fold: Fold) -> Fold:
+    """Returns the equal reduction that was made before, if any, so that it runs once."""
     key = (fold.kind, fold.type, fold.init, fold.body, fold.length, fold.block, fold.combine)
-    return player.draft.folds.setdefault(key, fold)
+    return checker.draft.folds.setdefault(key, fold)
 
 
-def scan_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def scan_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scan(a, init, f)`: all the partial results of `reduce`, the first including a[0]."""
-    _arity(player, node, 3)
-    array = player.array(node.args[0], env)
-    _not_in_blocks(player, node, array)
-    with player.draft.unblocked():
-        fold, elem = _folding(player, node, env, array)
-    return Stored(player.draft, player.draft.scanned(fold, elem), elem)
+    array = checker.array(node.args[0], env)
+    _not_in_blocks(checker, node, array)
+    with checker.draft.unblocked():
+        fold, elem = _folding(checker, node, env, array)
+    return Stored(checker.draft, checker.draft.scanned(fold, elem), elem)
 
 
-def filter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`filter(a, keep[, capacity])`: elements that pass, in order; surplus is left out."""
-    _arity(player, node, 2, 3)
-    array = player.array(node.args[0], env)
-    _not_in_blocks(player, node, array)
+    array = checker.array(node.args[0], env)
+    _not_in_blocks(checker, node, array)
     if isinstance(array, Kept):
-        player.fail(node, "a filtered array cannot be filtered again; join the two conditions")
-    keep = _function(player, node.args[1], env, 1)
-    ix = _domain(player, array.length)
-    with player.draft.unblocked():
-        cond = player.graph.to_bool(keep([array.at(ix)], ix))
-    capacity = array.length if len(node.args) == 2 else player.size(node.args[2], env)
+        checker.fail(node, "a filtered array cannot be filtered again; join the two conditions")
+    keep, _ = _function(checker, node.args[1], env, 1)
+    ix = _domain(checker, array.length)
+    with checker.draft.unblocked():
+        cond = checker.graph.to_bool(keep([array.at(ix)], ix))
+    capacity = array.length if len(node.args) == 2 else checker.size(node.args[2], env)
     if not capacity.host:
-        player.fail(node, "the capacity of a filter is made of sizes and parameters")
+        checker.fail(node, "the capacity of a filter is made of sizes and parameters")
     found = Filter(cond, array.length, capacity)
-    player.draft.limits[player.graph.count(found)] = capacity
-    return Kept(player.draft, found, array.elem, array.at)
+    checker.draft.limits[checker.graph.count(found)] = capacity
+    return Kept(checker.draft, found, array.elem, array.at)
 
 
-def sort_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def sort_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sort(a[, key])`: ascending by element or by key; equal ones keep their order."""
-    _arity(player, node, 1, 2)
-    array = player.array(node.args[0], env)
-    _not_in_blocks(player, node, array)
-    draft, ix = player.draft, _domain(player, array.length)
+    array = checker.array(node.args[0], env)
+    _not_in_blocks(checker, node, array)
+    draft, ix = checker.draft, _domain(checker, array.length)
     if not array.length.host:
-        player.fail(node, "sort works on arrays whose length is known; this one is filtered")
+        checker.fail(node, "sort works on arrays whose length is known; this one is filtered")
     body = array.at(ix)
     values = draft.temp(array.elem, array.length)
     key, keys = body, None
     if len(node.args) == 2:
-        key = _function(player, node.args[1], env, 1)([body], ix)
+        key = _function(checker, node.args[1], env, 1)[0]([body], ix)
         if key is not body:
             keys = draft.temp(FLOAT if key.type == "float" else INT, array.length)
     sort = Sort(body, key, array.length, values, keys)
@@ -280,16 +237,15 @@ def sort_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     return Ordered(draft, sort, array.elem)
 
 
-def sample_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def sample_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sample(a, m[, key])`: one element drawn at random from each of m equal stretches of a."""
-    _arity(player, node, 2, 3)
-    key = _key(player, node.args[2], env) if len(node.args) == 3 else None
-    array = player.array(node.args[0], env)
-    _not_in_blocks(player, node, array)
+    key = _key(checker, node.args[2], env) if len(node.args) == 3 else None
+    array = checker.array(node.args[0], env)
+    _not_in_blocks(checker, node, array)
     if not array.length.host:
-        player.fail(node, "sample works on arrays whose length is known; this one is filtered")
-    m = player.size(node.args[1], env)
-    g, n, site = player.graph, array.length, _site(player, node, key)
+        checker.fail(node, "sample works on arrays whose length is known; this one is filtered")
+    m = checker.size(node.args[1], env)
+    g, n, site = checker.graph, array.length, _site(checker, node, key)
 
     width, rest = g.binary("idiv", n, m), g.binary("imod", n, m)
 
@@ -297,97 +253,104 @@ def sample_(player: Expressions, node: ast.Call, env: Env) -> Binding:
         # The first n % m stretches have one element more; no division per element.
         start = g.binary("add", g.binary("mul", ix, width), g.binary("min", ix, rest))
         size = g.binary("add", width, g.to_int(g.binary("lt", ix, rest)))
-        draw = g.binary("shr", g.binary("mul", g.bits32(ix, site, key), size), g.const(32))
+        draw = _drawn_below(checker, size, ix, site, key)
         return array.at(g.binary("add", start, draw))
 
     probe = g.idx(n)
     return Computed(m, array.elem, at, distinct=array.at(probe) is probe)
 
 
-def gather_(player: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`gather(a, index)`: a[index[0]], a[index[1]], ..."""
-    _arity(player, node, 2)
-    array, index = player.array(node.args[0], env), player.array(node.args[1], env)
-    _not_in_blocks(player, node, index)
+def _check_indices(checker: Expressions, node: ast.Expr, index: ArrayValue) -> None:
     if index.elem.kind not in ("int", "uint"):
-        player.fail(node.args[1], f"indices are ints; this is {index.elem}*")
+        checker.fail(node, f"indices are ints; this is {index.elem}*")
+
+
+def _drawn_below(
+    checker: Expressions, width: Expr, position: Expr, site: int, key: Expr | None
+) -> Expr:
+    """Returns a random int below `width`, which has at most 31 bits."""
+    g = checker.graph
+    product = g.binary("mul", g.random("bits32", position, site, key), width)
+    return g.binary("shr", product, g.const(32))
+
+
+def gather_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
+    """`gather(a, index)`: a[index[0]], a[index[1]], ..."""
+    array, index = checker.array(node.args[0], env), checker.array(node.args[1], env)
+    _not_in_blocks(checker, node, index)
+    _check_indices(checker, node.args[1], index)
     if isinstance(index, Kept):
         source, found = index.source, index.filter
-        kept = Kept(player.draft, found, array.elem, lambda i: element(player, array, source(i)))
-        if not player.draft.depends(kept.element, found):
+        kept = Kept(checker.draft, found, array.elem, lambda i: element(checker, array, source(i)))
+        if not checker.draft.depends(kept.element, found):
             return kept
-    return Computed(index.length, array.elem, lambda ix: element(player, array, index.at(ix)))
+    return Computed(index.length, array.elem, lambda ix: element(checker, array, index.at(ix)))
 
 
-def scatter_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def scatter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scatter(index, value, size)`: zeros, with each value added at its index."""
-    _arity(player, node, 3)
-    index, value = player.array(node.args[0], env), player.array(node.args[1], env)
-    _not_in_blocks(player, node, index)
-    if index.elem.kind not in ("int", "uint"):
-        player.fail(node.args[0], f"indices are ints; this is {index.elem}*")
+    index, value = checker.array(node.args[0], env), checker.array(node.args[1], env)
+    _not_in_blocks(checker, node, index)
+    _check_indices(checker, node.args[0], index)
     if index.length is not value.length:
-        player.fail(
+        checker.fail(
             node,
-            f"the indices have {player.show(index.length)}, the values "
-            f"{player.show(value.length)}; scatter takes one value per index",
+            f"the indices have {checker.show(index.length)}, the values "
+            f"{checker.show(value.length)}; scatter takes one value per index",
         )
-    size = player.size(node.args[2], env)
-    return Spread(player.draft, index, value, size, value.elem)
+    size = checker.size(node.args[2], env)
+    return Spread(checker.draft, index, value, size, value.elem)
 
 
-def first_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`first(a, count)`: the first `count` elements; more than there are is an error."""
-    _arity(player, node, 2)
-    array, count = player.array(node.args[0], env), player.scalar(node.args[1], env)
-    _not_in_blocks(player, node, array)
+    array, count = checker.array(node.args[0], env), checker.scalar(node.args[1], env)
+    _not_in_blocks(checker, node, array)
     if count.type != "int":
-        player.fail(node.args[1], "a count is an int; this is a float")
+        checker.fail(node.args[1], "a count is an int; this is a float")
     if count is array.length:
         return array
-    g = player.graph
+    g = checker.graph
     low = g.binary("le", g.const(0), count)
     high = g.binary("le", count, array.length)
-    player.draft.requires.append(
+    checker.draft.requires.append(
         Require(g.logic("land", low, high), "a count is larger than the room it was given")
     )
-    if not player.draft.enforces:  # nobody checks the count there: it must not run past the array
+    if not checker.draft.enforces:  # the count is not checked: it must not run past the array
         count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
     if not count.host:
-        player.draft.limits[count] = player.draft.limits.get(array.length, array.length)
+        checker.draft.limits[count] = checker.draft.limits.get(array.length, array.length)
     # The element's own domain ends at `count`; the load is clamped to the array all the same.
     distinct = isinstance(array, Computed | Stored) and array.distinct
     return Computed(count, array.elem, array.at, distinct=distinct)
 
 
-def blocks_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def blocks_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`blocks(n, size)`: how many blocks of `size` hold n elements."""
-    _arity(player, node, 2)
-    g = player.graph
-    n, size = (player.size(a, env) for a in node.args)
+    g = checker.graph
+    n, size = (checker.size(a, env) for a in node.args)
     return Scalar(
         g.binary("idiv", g.binary("add", n, g.binary("sub", size, g.const(1))), size), INT
     )
 
 
-def random_(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def random_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`random<T>(a, b[, key])`: uniform in [a, b); its own draw for each element.
 
     With a key the draws depend on that and the position alone, so that decode can repeat them.
     """
-    g = player.graph
+    g = checker.graph
     assert node.of is not None
-    _arity(player, node, 2, 3)
-    key = _key(player, node.args[2], env) if len(node.args) == 3 else None
-    elem = player.elem(node.of, env)
+    key = _key(checker, node.args[2], env) if len(node.args) == 3 else None
+    elem = checker.elem(node.of, env)
     if node.of.array or elem.kind not in ("float", "int"):
-        player.fail(node.of, f"random<{elem}> is not known; allowed: random<float>, random<int>")
-    a, b = (player.scalar(x, env) for x in node.args[:2])
-    position = player.position if player.position is not None else g.const(0)
-    site = _site(player, node, key)
+        checker.fail(node.of, f"random<{elem}> is not known; allowed: random<float>, random<int>")
+    a, b = (checker.scalar(x, env) for x in node.args[:2])
+    position = checker.position if checker.position is not None else g.const(0)
+    site = _site(checker, node, key)
     if elem.kind == "float":
         a, b = g.to_float(a), g.to_float(b)
-        u = g.uniform(position, site, key)
+        u = g.random("uniform", position, site, key)
         if a is g.const(0.0) and b is g.const(1.0):
             return Scalar(u, FLOAT)
         return Scalar(g.binary("add", a, g.binary("mul", u, g.binary("sub", b, a))), FLOAT)
@@ -395,54 +358,52 @@ def random_(player: Expressions, node: ast.Call, env: Env) -> Binding:
     # At most 2**31 - 1 wide: the product with 32 random bits then fits 63.
     width = g.binary("max", g.binary("sub", b, a), g.const(0))
     width = g.binary("min", width, g.const(2**31 - 1))
-    draw = g.binary("shr", g.binary("mul", g.bits32(position, site, key), width), g.const(32))
+    draw = _drawn_below(checker, width, position, site, key)
     return Scalar(g.binary("add", a, draw), INT)
 
 
-def _site(player: Expressions, node: ast.Call, key: Expr | None) -> int:
-    """Numbers the places that draw; those with a key share one, so that decode can repeat them."""
-    if key is None and player.decoding:
-        player.fail(
+def _site(checker: Expressions, node: ast.Call, key: Expr | None) -> int:
+    """Returns the number of a place that draws; places with a key share 0, for decode repeats."""
+    if key is None and checker.decoding:
+        checker.fail(
             node,
             f"decode cannot repeat what encode drew; give {node.name} a key that is "
             "part of the payload",
         )
-    if player.reducing:
-        player.fail(
+    if checker.reducing:
+        checker.fail(
             node,
             f"{node.name} in a reduction's lambda would depend on the order; draw in a map before",
         )
-    return player.site(node.pos) if key is None else 0
+    return checker.site(node.pos) if key is None else 0
 
 
-def _key(player: Expressions, node: ast.Expr, env: Env) -> Expr:
-    """A key for random numbers: one int for the whole gradient."""
-    key = player.scalar(node, env)
+def _key(checker: Expressions, node: ast.Expr, env: Env) -> Expr:
+    """Returns a key for random numbers: one int for the whole gradient."""
+    key = checker.scalar(node, env)
     if key.type != "int" or key.variance != 0:
-        player.fail(node, "a key is an int that is the same for all elements")
+        checker.fail(node, "a key is an int that is the same for all elements")
     return key
 
 
-def _elementwise(player: Expressions, node: ast.Call, env: Env) -> Binding:
-    _arity(player, node, 1)
-    return player.number(_elementary(player, node.name, player.scalar(node.args[0], env)))
+def _elementwise(checker: Expressions, node: ast.Call, env: Env) -> Binding:
+    return checker.number(_apply_builtin(checker, node.name, [checker.scalar(node.args[0], env)]))
 
 
-def _least(player: Expressions, node: ast.Call, env: Env) -> Binding:
-    _arity(player, node, 2, 99)
-    values = [player.scalar(a, env) for a in node.args]
+def _extreme(checker: Expressions, node: ast.Call, env: Env) -> Binding:
+    values = [checker.scalar(a, env) for a in node.args]
     result = values[0]
     for value in values[1:]:
-        result = player.graph.binary(node.name, *player.same(result, value))
-    return player.number(result)
+        result = checker.graph.binary(node.name, *checker.same(result, value))
+    return checker.number(result)
 
 
-def _misplaced(player: Expressions, node: ast.Call, env: Env) -> Binding:
+def _misplaced(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     how = {
         "concat": "write: compressed = concat(...);",
         "extract": "write it as a statement: extract(compressed, ...);",
     }
-    player.fail(node, f"{node.name} cannot stand inside an expression; {how[node.name]}")
+    checker.fail(node, f"{node.name} cannot stand inside an expression; {how[node.name]}")
 
 
 WHOLE = frozenset(
@@ -450,28 +411,39 @@ WHOLE = frozenset(
 )
 """Operators that make or use whole arrays: not for inside a lambda, once per element."""
 
-OPERATORS: dict[str, Operator] = {
-    "map": map_,
-    "range": range_,
-    "reduce": reduce_,
-    "scan": scan_,
-    "filter": filter_,
-    "sort": sort_,
-    "sample": sample_,
-    "gather": gather_,
-    "scatter": scatter_,
-    "first": first_,
-    "blocks": blocks_,
-    "random": random_,
-    "concat": _misplaced,
-    "extract": _misplaced,
-    "floor": _elementwise,
-    "abs": _elementwise,
-    "sqrt": _elementwise,
-    "exp2": _elementwise,
-    "log2": _elementwise,
-    "sign": _elementwise,
-    "exponent": _elementwise,
-    "min": _least,
-    "max": _least,
+ANY = 99
+
+OPERATORS: dict[str, tuple[Operator, int, int]] = {
+    "map": (map_, 2, ANY),
+    "range": (range_, 1, 1),
+    "reduce": (reduce_, 3, 3),
+    "scan": (scan_, 3, 3),
+    "filter": (filter_, 2, 3),
+    "sort": (sort_, 1, 2),
+    "sample": (sample_, 2, 3),
+    "gather": (gather_, 2, 2),
+    "scatter": (scatter_, 3, 3),
+    "first": (first_, 2, 2),
+    "blocks": (blocks_, 2, 2),
+    "random": (random_, 2, 3),
+    "concat": (_misplaced, 0, ANY),
+    "extract": (_misplaced, 0, ANY),
+    **{name: (_elementwise, 1, 1) for name, num_args in _BUILTIN.items() if num_args == 1},
+    **{name: (_extreme, 2, ANY) for name in ("min", "max")},
 }
+"""Each operator: its function, and the fewest and the most arguments it takes."""
+
+
+def call(checker: Expressions, node: ast.Call, env: Env) -> Binding:
+    """Calls the operator that `node` names."""
+    if node.name not in OPERATORS:
+        known = ", ".join(sorted(OPERATORS))
+        checker.fail(node, f"{node.name!r} is not a function; operators: {known}")
+    if checker.lambdas and node.name in WHOLE:
+        checker.fail(node, f"{node.name} works on whole arrays; call it before the lambda")
+    operator, least, most = OPERATORS[node.name]
+    if not least <= len(node.args) <= most:
+        takes = str(least) if least == most else f"{least} to {most}"
+        takes = f"at least {least}" if most == ANY else takes
+        checker.fail(node, f"{node.name} takes {takes} arguments; {len(node.args)} were given")
+    return operator(checker, node, env)

@@ -1,8 +1,12 @@
-"""Program text in, tree out; what does not fit the grammar is shown with a caret."""
+"""Program text in, tree of `ast` out.
+
+Text that does not fit the grammar (`grammar.lark`) is a `ProgramError` that points at it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from typing import Any, NoReturn
@@ -16,7 +20,7 @@ TYPES = "float, int, uint1, uint2, uint4, uint8, uint16, uint32, uint<...>, floa
 _TOO_NESTED = "the program is nested too deeply; name the inner parts"
 
 MAX_CHARS = 65_536
-"""A longer program is refused: the largest of ours has under 3,000 characters."""
+"""A longer program is refused: the largest built-in program has under 3,000 characters."""
 
 
 def parse(text: str, *, file: str = "<program>") -> ast.Source:
@@ -44,12 +48,8 @@ def parse(text: str, *, file: str = "<program>") -> ast.Source:
             at, message = hint
             fail(file, text, _pos_at(text, at), message)
         fail(file, text, _place(error, text), _expected(error))
-    except lark.exceptions.VisitError as error:
-        if isinstance(error.orig_exc, RecursionError):
-            fail(file, text, ast.Pos(1, 1), _TOO_NESTED)
-        if not isinstance(error.orig_exc, _TooLarge):
-            raise
-        pos, digits = error.orig_exc.args
+    except _TooLarge as error:
+        pos, digits = error.args
         fail(file, text, pos, f"{digits} is too large: a float ends at 3.4e38, an int at 2**62")
     except RecursionError:
         fail(file, text, ast.Pos(1, 1), _TOO_NESTED)
@@ -137,7 +137,7 @@ _HABITS = (
 
 
 def _hint(error: lark.exceptions.UnexpectedToken, text: str) -> tuple[int, str] | None:
-    """Where a habit of another language begins, and what to write instead; None if it is none."""
+    """Returns where a construct of another language begins and what to write instead, if any."""
     if error.token.type == "$END" or error.token.start_pos is None:
         return None
     before = _COMMENT.sub(lambda found: " " * len(found[0]), text[: error.token.start_pos])
@@ -161,123 +161,97 @@ def _pos(meta: Any) -> ast.Pos:
     return ast.Pos(meta.line, meta.column) if not meta.empty else ast.Pos(1, 1)
 
 
-@lark.v_args(meta=True)
-class _ToAst(lark.Transformer[lark.Token, Any]):
-    """One method per grammar rule; `m` is the place, `c` the children."""
-
-    def start(self, m: Any, c: list[Any]) -> Any:
-        functions = tuple(x for x in c if isinstance(x, ast.Function))
-        return functions, tuple(x for x in c if isinstance(x, ast.ParamBlock))
-
-    def param_block(self, m: Any, c: list[Any]) -> ast.ParamBlock:
-        return ast.ParamBlock(_pos(m), str(c[0]), tuple(c[1:]))
-
-    def field(self, m: Any, c: list[Any]) -> ast.Declare:
-        return ast.Declare(_pos(m), c[0], str(c[1]), c[2], None)
-
-    def function(self, m: Any, c: list[Any]) -> ast.Function:
-        returns, name, *args, body = c
-        return ast.Function(_pos(m), returns, str(name), _some(args), body)
-
-    def arg(self, m: Any, c: list[Any]) -> ast.Arg:
-        inout = isinstance(c[0], lark.Token)
-        type_, name = c[-2:]
-        return ast.Arg(_pos(m), type_, str(name), inout)
-
-    def struct(self, m: Any, c: list[Any]) -> ast.TypeName:
-        return ast.TypeName(_pos(m), str(c[0]), None, False)
-
-    def type(self, m: Any, c: list[Any]) -> ast.TypeName:
-        array = isinstance(c[-1], lark.Token) and c[-1].type == "STAR"
-        return ast.TypeName(_pos(m), str(c[0]), c[1], array)
-
-    def block(self, m: Any, c: list[Any]) -> tuple[Any, ...]:
-        return tuple(c)
-
-    def declare_lambda(self, m: Any, c: list[Any]) -> ast.Declare:
-        return ast.Declare(
-            _pos(m), ast.TypeName(_pos(m), "lambda_func", None, False), str(c[0]), c[1], None
-        )
-
-    def declare(self, m: Any, c: list[Any]) -> ast.Declare:
-        return ast.Declare(_pos(m), c[0], str(c[1]), c[2], None)
-
-    def declare_sized(self, m: Any, c: list[Any]) -> ast.Declare:
-        return ast.Declare(_pos(m), c[0], str(c[1]), None, c[2])
-
-    def assign(self, m: Any, c: list[Any]) -> ast.Assign:
-        return ast.Assign(_pos(m), str(c[0]), c[1])
-
-    def if_else(self, m: Any, c: list[Any]) -> ast.If:
-        no = c[2]
-        return ast.If(_pos(m), c[0], c[1], (no,) if isinstance(no, ast.If) else no or ())
-
-    else_if = if_else
-
-    def return_(self, m: Any, c: list[Any]) -> ast.Return:
-        return ast.Return(_pos(m), c[0])
-
-    def per(self, m: Any, c: list[Any]) -> ast.Per:
-        return ast.Per(_pos(m), c[0], c[1])
-
-    def do(self, m: Any, c: list[Any]) -> ast.Do:
-        return ast.Do(_pos(m), c[0])
-
-    def ternary(self, m: Any, c: list[Any]) -> ast.Expr:
-        return c[0] if c[1] is None else ast.Ternary(_pos(m), *c)
-
-    def binary(self, m: Any, c: list[Any]) -> ast.Binary:
-        return ast.Binary(_pos(m), str(c[1]), c[0], c[2])
-
-    def unary(self, m: Any, c: list[Any]) -> ast.Unary:
-        return ast.Unary(_pos(m), str(c[0]), c[1])
-
-    def member(self, m: Any, c: list[Any]) -> ast.Member:
-        return ast.Member(_pos(m), c[0], str(c[1]))
-
-    def index(self, m: Any, c: list[Any]) -> ast.Index:
-        return ast.Index(_pos(m), c[0], c[1])
-
-    def number(self, m: Any, c: list[Any]) -> ast.Number:
-        digits = str(c[0]).rstrip("f")
-        value = int(digits) if digits.isdigit() else float(digits)
-        if abs(value) > (2**62 if isinstance(value, int) else 3.4028235e38):
-            raise _TooLarge(_pos(m), str(c[0]))
-        return ast.Number(_pos(m), value)
-
-    def name(self, m: Any, c: list[Any]) -> ast.Name:
-        return ast.Name(_pos(m), str(c[0]))
-
-    def call(self, m: Any, c: list[Any]) -> ast.Call:
-        return ast.Call(_pos(m), str(c[0]), _some(c[1:]))
-
-    def random(self, m: Any, c: list[Any]) -> ast.Call:
-        return ast.Call(_pos(m), "random", tuple(c[1:]), c[0])
-
-    def lambda_(self, m: Any, c: list[Any]) -> ast.Lambda:
-        *args, returns, body = c
-        return ast.Lambda(_pos(m), _some(args), returns, body)
-
-
 def _some(children: list[Any]) -> tuple[Any, ...]:
     return tuple(c for c in children if c is not None)
 
 
-def _infix(op: str) -> Any:
-    def build(self: _ToAst, m: Any, c: list[Any]) -> ast.Binary:
-        return ast.Binary(_pos(m), op, c[0], c[1])
-
-    return lark.v_args(meta=True)(build)
+def _start(m: Any, c: list[Any]) -> Any:
+    functions = tuple(x for x in c if isinstance(x, ast.Function))
+    return functions, tuple(x for x in c if isinstance(x, ast.ParamBlock))
 
 
-for _rule, _op in {
-    "or_": "||",
-    "and_": "&&",
-    "bor": "|",
-    "bxor": "^",
-    "band": "&",
-    "lt": "<",
-    "gt": ">",
-}.items():
-    setattr(_ToAst, _rule, _infix(_op))
-setattr(_ToAst, "lambda", _ToAst.lambda_)
+def _function(m: Any, c: list[Any]) -> ast.Function:
+    returns, name, *args, body = c
+    return ast.Function(_pos(m), returns, str(name), _some(args), body)
+
+
+def _type(m: Any, c: list[Any]) -> ast.TypeName:
+    array = isinstance(c[-1], lark.Token) and c[-1].type == "STAR"
+    return ast.TypeName(_pos(m), str(c[0]), c[1], array)
+
+
+def _declare_lambda(m: Any, c: list[Any]) -> ast.Declare:
+    type_ = ast.TypeName(_pos(m), "lambda_func", None, False)
+    return ast.Declare(_pos(m), type_, str(c[0]), c[1], None)
+
+
+def _declare(m: Any, c: list[Any]) -> ast.Declare:
+    return ast.Declare(_pos(m), c[0], str(c[1]), c[2], None)
+
+
+def _if(m: Any, c: list[Any]) -> ast.If:
+    no = c[2]
+    return ast.If(_pos(m), c[0], c[1], (no,) if isinstance(no, ast.If) else no or ())
+
+
+def _number(m: Any, c: list[Any]) -> ast.Number:
+    digits = str(c[0]).rstrip("f")
+    value = int(digits) if digits.isdigit() else float(digits)
+    if abs(value) > (2**62 if isinstance(value, int) else 3.4028235e38):
+        raise _TooLarge(_pos(m), str(c[0]))
+    return ast.Number(_pos(m), value)
+
+
+def _lambda(m: Any, c: list[Any]) -> ast.Lambda:
+    *args, returns, body = c
+    return ast.Lambda(_pos(m), _some(args), returns, body)
+
+
+def _infix(op: str) -> _Rule:
+    return lambda m, c: ast.Binary(_pos(m), op, *c)
+
+
+_Rule = Callable[[Any, list[Any]], Any]
+
+_RULES: dict[str, _Rule] = {
+    "start": _start,
+    "param_block": lambda m, c: ast.ParamBlock(_pos(m), str(c[0]), tuple(c[1:])),
+    "field": _declare,
+    "function": _function,
+    "arg": lambda m, c: ast.Arg(_pos(m), c[-2], str(c[-1]), isinstance(c[0], lark.Token)),
+    "struct": lambda m, c: ast.TypeName(_pos(m), str(c[0]), None, False),
+    "type": _type,
+    "block": lambda m, c: tuple(c),
+    "declare_lambda": _declare_lambda,
+    "declare": _declare,
+    "declare_sized": lambda m, c: ast.Declare(_pos(m), c[0], str(c[1]), None, c[2]),
+    "assign": lambda m, c: ast.Assign(_pos(m), str(c[0]), c[1]),
+    "if_else": _if,
+    "else_if": _if,
+    "return_": lambda m, c: ast.Return(_pos(m), c[0]),
+    "per": lambda m, c: ast.Per(_pos(m), c[0], c[1]),
+    "do": lambda m, c: ast.Do(_pos(m), c[0]),
+    "ternary": lambda m, c: c[0] if c[1] is None else ast.Ternary(_pos(m), *c),
+    "binary": lambda m, c: ast.Binary(_pos(m), str(c[1]), c[0], c[2]),
+    "or_": _infix("||"),
+    "and_": _infix("&&"),
+    "bor": _infix("|"),
+    "bxor": _infix("^"),
+    "band": _infix("&"),
+    "lt": _infix("<"),
+    "gt": _infix(">"),
+    "unary": lambda m, c: ast.Unary(_pos(m), str(c[0]), c[1]),
+    "member": lambda m, c: ast.Member(_pos(m), c[0], str(c[1])),
+    "index": lambda m, c: ast.Index(_pos(m), c[0], c[1]),
+    "number": _number,
+    "name": lambda m, c: ast.Name(_pos(m), str(c[0])),
+    "call": lambda m, c: ast.Call(_pos(m), str(c[0]), _some(c[1:])),
+    "random": lambda m, c: ast.Call(_pos(m), "random", tuple(c[1:]), c[0]),
+    "lambda": _lambda,
+}
+"""For each rule of the grammar, what makes a node of its place `m` and its children `c`."""
+
+
+class _ToAst(lark.Transformer[lark.Token, Any]):
+    def __default__(self, data: Any, children: list[Any], meta: Any) -> Any:
+        return _RULES[str(data)](meta, children)

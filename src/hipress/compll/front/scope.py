@@ -1,15 +1,14 @@
-"""What names stand for while a function is played, and the values its callers see."""
+"""What names stand for while a function is evaluated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hipress.compll.front import ast
-from hipress.compll.front.arrays import ArrayValue, ElemType
+from hipress.compll.front.arrays import ArrayValue
+from hipress.compll.front.graph import ElemType
 from hipress.compll.ir import Expr
-
-ParamValue = int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Struct:
 
 @dataclass(frozen=True, slots=True)
 class Unset:
-    """Declared, without a value yet."""
+    """A name that is declared and has no value yet."""
 
     elem: ElemType
     array: bool
@@ -56,80 +55,39 @@ class Env:
     block: int | None = None
     """The block size, inside a `per` scope."""
 
-    def home(self, name: str) -> Env | None:
-        """The scope that defines `name`."""
+    def scopes(self) -> Iterator[Env]:
+        """Yields this scope and those around it, from the inside out."""
         env: Env | None = self
-        while env is not None and name not in env.names:
+        while env is not None:
+            yield env
             env = env.outer
-        return env
+
+    def home(self, name: str) -> Env | None:
+        """Returns the scope that defines `name`."""
+        return next((env for env in self.scopes() if name in env.names), None)
 
     def frozen(self) -> Env:
-        """A copy that later assignments do not reach."""
+        """Returns a copy that later assignments do not reach."""
         outer = None if self.outer is None else self.outer.frozen()
         return Env(dict(self.names), outer, self.block)
 
     def within(self, scope: Env) -> bool:
         """Whether this scope is `scope` or lies inside it."""
-        env: Env | None = self
-        while env is not None and env is not scope:
-            env = env.outer
-        return env is scope
+        return any(env is scope for env in self.scopes())
 
     def per(self) -> Env | None:
-        """The per scope around this one, if any."""
-        env: Env | None = self
-        while env is not None and env.block is None:
-            env = env.outer
-        return env
+        """Returns the per scope around this one, if any."""
+        return next((env for env in self.scopes() if env.block is not None), None)
 
     def snapshot(self) -> list[dict[str, Binding]]:
-        """All bindings, innermost scope first."""
-        return [dict(self.names), *(self.outer.snapshot() if self.outer is not None else [])]
+        """Returns all bindings, innermost scope first."""
+        return [dict(env.names) for env in self.scopes()]
 
     def restore(self, frames: list[dict[str, Binding]]) -> None:
-        """Back to a snapshot."""
-        self.names = dict(frames[0])
-        if self.outer is not None:
-            self.outer.restore(frames[1:])
+        """Goes back to a snapshot."""
+        for env, names in zip(self.scopes(), frames, strict=True):
+            env.names = dict(names)
 
     def visible(self) -> list[str]:
-        """Every name that can be used here."""
-        env: Env | None = self
-        names: set[str] = set()
-        while env is not None:
-            names |= env.names.keys()
-            env = env.outer
-        return sorted(names)
-
-
-@dataclass(frozen=True, slots=True)
-class Param:
-    """A parameter of a program, as its signature or a param block declares it."""
-
-    name: str
-    elem: ElemType
-    default: ParamValue | None
-
-    @property
-    def runtime(self) -> bool:
-        """Floats are passed at run time; integers are known when kernels are made."""
-        return self.elem.kind == "float"
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The arguments of a function, by role."""
-
-    gradient: ast.Arg
-    payload: ast.Arg
-    states: tuple[ast.Arg, ...]
-    params: tuple[Param, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One piece of a payload, in the order of `concat`."""
-
-    elem: ElemType
-    value: Expr | ArrayValue
-    pos: ast.Pos
+        """Returns every name that can be used here."""
+        return sorted({name for env in self.scopes() for name in env.names})

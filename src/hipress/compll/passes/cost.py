@@ -1,28 +1,12 @@
-"""What a kernel moves: passes over the gradient and bytes for each of its elements.
-
-"The fewest passes over memory" is the goal of the compiler; this counts them.
-"""
+"""A kernel in, its cost out: passes over the gradient and bytes moved for each element."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hipress.compll.ir import (
-    STORAGE_BITS,
-    Array,
-    Expr,
-    Kernel,
-    Pass,
-    Scalars,
-    Scan,
-    Scatter,
-    Select,
-    Sorting,
-    pass_exprs,
-    pass_stores,
-    walk,
-)
+from hipress.compll import ir
+from hipress.compll.ir import Array, Expr, Kernel, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +27,7 @@ class Cost:
 def cost(kernel: Kernel) -> Cost:
     """Counts passes and bytes; a sort counts as one pass, though it moves more."""
     moved = [_moved(p) for p in kernel.passes]
-    clears = [p for p in kernel.passes if isinstance(p, Scatter) and p.clear]
+    clears = [p for p in kernel.passes if isinstance(p, ir.Scatter) and p.clear]
     return Cost(
         num_passes=sum(_is_n(domain(p)) for p in kernel.passes)
         + sum(_is_n(p.array.length) for p in clears),
@@ -52,30 +36,30 @@ def cost(kernel: Kernel) -> Cost:
     )
 
 
-def domain(p: Pass) -> Expr | None:
-    """The number of elements that a pass goes over."""
-    if isinstance(p, Select | Sorting):
+def domain(p: ir.Pass) -> Expr | None:
+    """Returns the number of elements that a pass goes over."""
+    if isinstance(p, ir.Select | ir.Sorting):
         return p.sort.length
-    if isinstance(p, Scan):
+    if isinstance(p, ir.Scan):
         return p.fold.length
-    return None if isinstance(p, Scalars) else p.length
+    return None if isinstance(p, ir.Scalars) else p.length
 
 
-def _moved(p: Pass) -> tuple[set[Array], set[Array]]:
-    """Arrays that a pass reads and writes from end to end."""
-    if isinstance(p, Select | Sorting):
+def _moved(p: ir.Pass) -> tuple[set[Array], set[Array]]:
+    """Returns arrays that a pass reads and writes from end to end."""
+    if isinstance(p, ir.Select | ir.Sorting):
         arrays = {p.sort.values, *([p.sort.keys] if p.sort.keys is not None else [])}
-        return arrays, arrays if isinstance(p, Sorting) else set()
+        return arrays, arrays if isinstance(p, ir.Sorting) else set()
     reads = {
         e.attr
-        for e in walk(pass_exprs(p))
-        if e.op in ("load", "load_clamped") and e.args[0].op == "idx" and _is_n(domain(p))
+        for e in walk(ir.pass_exprs(p))
+        if e.is_load and e.args[0].op == "idx" and _is_n(domain(p))
     }
-    if isinstance(p, Scan):
+    if isinstance(p, ir.Scan):
         return reads, {p.array}
-    if isinstance(p, Scatter):
+    if isinstance(p, ir.Scatter):
         return reads, {p.array} if p.clear else set()
-    return reads, {s.array for s in pass_stores(p)}
+    return reads, {s.array for s in ir.pass_stores(p)}
 
 
 def _is_n(length: Expr | None) -> bool:
@@ -83,4 +67,4 @@ def _is_n(length: Expr | None) -> bool:
 
 
 def _element_bytes(arrays: Iterable[Array]) -> float:
-    return sum(STORAGE_BITS[a.storage] / 8 for a in arrays if _is_n(a.length))
+    return sum(ir.STORAGE_BITS[a.storage] / 8 for a in arrays if _is_n(a.length))

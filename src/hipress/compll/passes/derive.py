@@ -1,20 +1,20 @@
-"""Kernels of a program: plain, with error feedback, with momentum, and decode that adds.
+"""The two functions of a program in, its kernels out: encode, decode, decode_add and merge.
 
-Nothing here knows an algorithm. Error feedback plays `decode` on the very values that `encode`
-is about to send: what comes out is the residual as an expression of the same elements, and the
-scheduler finds the pass it belongs to. That is the fused path; `hipress.codecs.wrappers` holds
-the generic one, which is the oracle.
+Error feedback and momentum are added here, for any program. Error feedback evaluates `decode` on
+the values that `encode` is about to send: the result is the residual as an expression of the same
+elements, and `schedule` finds the pass it belongs to. That is the fused path;
+`hipress.codecs.wrappers` holds the generic one, which tests compare it with.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hipress.compll import ir
 from hipress.compll.front import ast, check
 from hipress.compll.front.arrays import (
-    FLOAT,
     ArrayValue,
     Computed,
     Draft,
@@ -23,25 +23,10 @@ from hipress.compll.front.arrays import (
     Spread,
     Stored,
     Write,
-    convert,
 )
-from hipress.compll.front.graph import Graph
-from hipress.compll.front.scope import ParamValue, Part, Signature
-from hipress.compll.ir import (
-    Array,
-    Expr,
-    Fold,
-    Kernel,
-    Pass,
-    Scan,
-    Scatter,
-    Section,
-    Select,
-    Sorting,
-    pass_loads,
-    pass_stores,
-    walk,
-)
+from hipress.compll.front.check import ParamValue, Part, Signature
+from hipress.compll.front.graph import FLOAT, Graph, convert
+from hipress.compll.ir import Array, Expr, Fold, Kernel, loads, walk
 from hipress.compll.passes.schedule import NotFusable, schedule, validate
 
 
@@ -57,12 +42,12 @@ class Variant:
 PLAIN = Variant()
 
 _STATES = ("state", "residual", "momentum")
-"""How the names of arrays start that are read and written."""
+"""How the names of state arrays start."""
 
 ALPHA = "@alpha"
 MU = "@mu"
 RHO = "@rho"
-"""Float parameters of ours; '@' keeps them apart from a program's names."""
+"""Float parameters that are added to a program's own; no program can use '@' in a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +61,7 @@ class Pair:
 def encode_kernel(
     pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", variant: Variant = PLAIN
 ) -> Kernel:
-    """The kernel that turns a gradient into a payload body.
+    """Returns the kernel that turns a gradient into a payload body.
 
     Args:
         pair: The program.
@@ -103,7 +88,7 @@ class Frames:
 def merge_kernel(
     frames: Frames, pair: Pair, params: Mapping[str, ParamValue], *, variant: Variant = PLAIN
 ) -> Kernel | None:
-    """The kernel that decodes frames, adds them in order, times alpha, and encodes the sum.
+    """Returns the kernel that decodes frames, adds them in order, times alpha, and encodes the sum.
 
     None where decoding does not go element by element: the sum must lie in memory then.
     """
@@ -113,10 +98,9 @@ def merge_kernel(
         return None
 
 
-def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[Section, ...], ...]]:
-    """The sum of what the frames hold, and the memory they are in."""
+def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[ir.Section, ...], ...]]:
+    """Returns the sum of what the frames hold, and the memory they are in."""
     g = draft.graph
-    source, function = frames.pair.decode
     alpha = g.param(ALPHA)
     decoded: list[ArrayValue] = []
     sections = []
@@ -124,14 +108,10 @@ def _merged(draft: Draft, frames: Frames) -> tuple[ArrayValue, tuple[tuple[Secti
     for k in range(frames.count):
         parts = _received(draft, frames.pair, frames.params, prefix=f"frame{k}_")
         before = len(draft.requires)
-        played = check.play(source, function, draft, params=frames.params, payload=parts)
-        if isinstance(played.gradient, Spread) or len(draft.requires) > before:
+        decoded.append(_decoded(draft, frames.pair, frames.params, parts))
+        if isinstance(decoded[-1], Spread) or len(draft.requires) > before:
             raise NotFusable("frames that are not decoded element by element")
-        assert played.gradient is not None
-        decoded.append(played.gradient)
-        sections.append(
-            tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
-        )
+        sections.append(_sections(parts))
         flagged = g.logic("lor", flagged, g.make("flagged", type="bool", attr=k))
 
     def mean(i: Expr) -> Expr:
@@ -154,7 +134,7 @@ def _encode_kernel(
     fuse: bool,
     frames: Frames | None = None,
 ) -> Kernel:
-    """With `fuse`, states may ask what a filter took: its pass writes them, or `NotFusable`."""
+    """With `fuse`, states may depend on what a filter took; raises `NotFusable` if they cannot."""
     g = Graph()
     draft = Draft(g)
     source, function = pair.encode
@@ -163,7 +143,7 @@ def _encode_kernel(
     states = [Array(f"state{i}", "f32", g.n, a.name) for i, a in enumerate(roles.states)]
     extra: list[Array] = []
     value: ArrayValue = Stored(draft, x, FLOAT)
-    received: tuple[tuple[Section, ...], ...] = ()
+    received: tuple[tuple[ir.Section, ...], ...] = ()
     if frames is not None:
         value, received = _merged(draft, frames)
     if variant.momentum:
@@ -179,30 +159,30 @@ def _encode_kernel(
         value = Computed(g.n, FLOAT, corrected)
         extra.append(residual)
     stored = [Stored(draft, s, FLOAT) for s in states]
-    played = check.play(source, function, draft, params=params, gradient=value, states=stored)
+    result = check.evaluate(source, function, draft, params=params, gradient=value, states=stored)
     finals = []
     i = g.idx(g.n)
-    for array, final in zip(states, played.states, strict=True):
+    for array, final in zip(states, result.states, strict=True):
         if final.length is not g.n:
             raise AssertionError("a state changed its length")
         with draft.fused(fuse):
             finals.append((array, g.to_float(draft.element(final, i))))
     flag = _flag(g, value.at(i), [new for _, new in finals])
     for array, final_value in finals:
-        old, new = g.load(array, i), _told_first(draft, final_value)
+        old, new = g.load(array, i), _stored_first(draft, final_value)
         if new is not old:
             draft.writes.append(Write(array, _kept_if_finite(g, new, old, flag), g.n, True))
     if variant.feedback:
-        _feedback(draft, pair, params, played.parts, value, residual, flag, fuse)
-    sections = [_section(draft, k, part) for k, part in enumerate(played.parts)]
+        _feedback(draft, pair, params, result.parts, value, residual, flag, fuse)
+    sections = [_section(draft, k, part) for k, part in enumerate(result.parts)]
     all_states = (*states, *extra)
     written = [w.array for w in draft.writes if w.array in all_states]
     passes = schedule(draft, flag, written)
     used = _used(passes)
     all_states = tuple(s for s in all_states if s in used)  # an option may leave one idle
     validate(passes, {x, *all_states, *(s.array for frame in received for s in frame)})
-    ours = [MU] * variant.momentum + [RHO] * variant.feedback
-    names = dict.fromkeys(_params(roles, *ours))
+    added = [MU] * variant.momentum + [RHO] * variant.feedback
+    names = dict.fromkeys(_params(roles, *added))
     if frames is not None:
         their = check.signature(*frames.pair.decode)
         names |= dict.fromkeys(_params(their, ALPHA))
@@ -214,8 +194,6 @@ def _encode_kernel(
         temps=tuple(t for t in draft.temps if t in _used(passes)),
         limits=draft.limits,
         input=x if frames is None else None,
-        output=None,
-        requires=(),
         params=tuple(names),
         nonfinite=flag,
         frames=received,
@@ -225,17 +203,14 @@ def _encode_kernel(
 def decode_kernel(
     pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", add: bool = False
 ) -> Kernel:
-    """The kernel that turns a payload body into a gradient, times alpha; `add` adds to it."""
+    """Returns the kernel that turns a payload body into alpha times a gradient, or adds that."""
     g = Graph()
     draft = Draft(g, enforces=True)
     parts = _received(draft, pair, params)
-    source, function = pair.decode
-    played = check.play(source, function, draft, params=params, payload=parts)
-    roles = check.signature(source, function)
+    made = _decoded(draft, pair, params, parts)
+    roles = check.signature(*pair.decode)
     out = Array("out", dtype, g.n, roles.gradient.name)
     alpha, i = g.param(ALPHA), g.idx(g.n)
-    made = played.gradient
-    assert made is not None
     if isinstance(made, Spread):
         value = made.value
         scaled = Computed(value.length, FLOAT, lambda j: g.binary("mul", alpha, value.at(j)))
@@ -247,7 +222,7 @@ def decode_kernel(
         if add:
             total = g.binary("add", g.load(out, i), total)
         draft.writes.append(Write(out, total, g.n, True))
-    sections = tuple(Section(_memory(part), isinstance(part.value, Expr)) for part in parts)
+    sections = _sections(parts)
     passes = schedule(draft, None, [out] if add else [])
     validate(passes, {out, *(s.array for s in sections)})
     demands = {r.cond: r for r in draft.requires}  # one check for equal conditions
@@ -256,19 +231,16 @@ def decode_kernel(
         name="decode_add" if add else "decode",
         passes=passes,
         sections=sections,
-        states=(),
         temps=tuple(t for t in draft.temps if t in _used(passes)),
         limits=draft.limits,
-        input=None,
         output=out,
         requires=requires,
         params=_params(roles, ALPHA),
-        nonfinite=None,
     )
 
 
 def _label(name: str, roles: Signature) -> str:
-    """The name of a state of ours; a program may have one that is called the same."""
+    """Returns the label of an added state; a program may have one of the same name."""
     return f"added_{name}" if name in {a.name for a in roles.states} else name
 
 
@@ -304,23 +276,21 @@ def _feedback(
 ) -> None:
     g = draft.graph
     requires = list(draft.requires)  # decode's demands on a payload mean nothing here
-    source, function = pair.decode
-    played = check.play(source, function, draft, params=params, payload=parts)
+    decoded = _decoded(draft, pair, params, parts)
     draft.requires[:] = requires
-    assert played.gradient is not None
     i = g.idx(g.n)
     with draft.fused(fuse):
-        left = g.binary("sub", value.at(i), g.to_float(draft.element(played.gradient, i)))
-    left = _told_first(draft, left)
+        left = g.binary("sub", value.at(i), g.to_float(draft.element(decoded, i)))
+    left = _stored_first(draft, left)
     kept = _kept_if_finite(g, left, g.load(residual, i), flag)
     draft.writes.append(Write(residual, kept, g.n, True))
 
 
 def _flag(g: Graph, value: Expr, states: list[Expr]) -> Fold:
-    """Whether a gradient holds a NaN or an infinity, or makes one of a program's own state.
+    """Returns the reduction that finds a NaN or an infinity in a gradient or a new state.
 
-    A state counts as an element that is not sent would leave it: it keeps what it had then, and
-    nobody must take the frame for whole.
+    A state counts as an element that is not sent would leave it: such an element keeps what it had,
+    so receivers must know that the frame is not complete.
     """
     bad = g.unary("not", g.unary("finite", value))
     for new in states:
@@ -334,10 +304,10 @@ def _flag(g: Graph, value: Expr, states: list[Expr]) -> Fold:
 
 
 def _kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) -> Expr:
-    """A NaN or an infinity never enters a state: such an element keeps what it had.
+    """Returns `new` where it is finite, else `old`: no NaN or infinity ever enters a state.
 
-    Where a reduction over the whole gradient is part of the value, all elements share its fate:
-    one bad number and each keeps what it had.
+    If a reduction over the whole gradient is part of the value, one such number makes all elements
+    keep what they had.
     """
     kept = g.unary("finite", new)
     if flag is not None and any(e.op == "fold" and e.attr.block is None for e in walk([new])):
@@ -345,13 +315,13 @@ def _kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) ->
     return g.select(kept, new, old)
 
 
-def _section(draft: Draft, k: int, part: Part) -> Section:
+def _section(draft: Draft, k: int, part: Part) -> ir.Section:
     g = draft.graph
     name, storage, value = f"section{k}", part.elem.storage, part.value
     if isinstance(value, Expr):
         array = Array(name, storage, g.const(1))
         draft.writes.append(Write(array, value, g.const(1), True, "scalar"))
-        return Section(array, True)
+        return ir.Section(array, True)
     array = Array(name, storage, draft.capacity(value))
     packed = part.elem.bits in (1, 2, 4)
     if isinstance(value, Kept) and not packed:
@@ -369,13 +339,13 @@ def _section(draft: Draft, k: int, part: Part) -> Section:
             used = g.binary("lt", i, value.length)
             sent = g.select(used, sent, convert(g, g.const(0), part.elem))
         draft.writes.append(Write(array, sent, array.length, True))
-    return Section(array, False)
+    return ir.Section(array, False)
 
 
 def _received(
     draft: Draft, pair: Pair, params: Mapping[str, ParamValue], prefix: str = ""
 ) -> list[Part]:
-    """The parts of a payload as arrays in memory: encode tells their types and lengths."""
+    """Returns the parts of a payload in memory; evaluates encode for their types and lengths."""
     g = draft.graph
     source, function = pair.encode
     roles = check.signature(source, function)
@@ -384,52 +354,66 @@ def _received(
     states = [
         Stored(aside, Array(f"state{k}", "f32", g.n), FLOAT) for k in range(len(roles.states))
     ]
-    played = check.play(source, function, aside, params=params, gradient=x, states=states)
+    result = check.evaluate(source, function, aside, params=params, gradient=x, states=states)
     parts = []
-    for k, part in enumerate(played.parts):
+    for k, part in enumerate(result.parts):
         value, name, storage = part.value, f"{prefix}section{k}", part.elem.storage
         if isinstance(value, Expr):
             array = Array(name, storage, g.const(1))
-            parts.append(Part(part.elem, g.load(array, g.const(0)), part.pos))
+            parts.append(Part(part.elem, g.load(array, g.const(0))))
             continue
         distinct = isinstance(value, Computed) and value.distinct
         if isinstance(value, Kept):  # the places that a filter let through
             distinct = value.element is g.idx(value.filter.length)
         array = Array(name, storage, aside.capacity(value))
         stored = Stored(draft, array, part.elem, distinct)
-        parts.append(Part(part.elem, stored, part.pos))
+        parts.append(Part(part.elem, stored))
     return parts
 
 
-def _memory(part: Part) -> Array:
-    if isinstance(part.value, Expr):
-        return part.value.attr  # type: ignore[no-any-return]
-    assert isinstance(part.value, Stored)
-    return part.value.array
+def _sections(parts: Iterable[Part]) -> tuple[ir.Section, ...]:
+    """Returns the memory of the parts that `_received` returned."""
+    sections = []
+    for part in parts:
+        if isinstance(part.value, Expr):
+            sections.append(ir.Section(part.value.attr, True))
+        else:
+            assert isinstance(part.value, Stored)
+            sections.append(ir.Section(part.value.array, False))
+    return tuple(sections)
 
 
-def _told_first(draft: Draft, new: Expr) -> Expr:
-    """A state's new value; one that reads states at other indices is told before any is written."""
+def _decoded(
+    draft: Draft, pair: Pair, params: Mapping[str, ParamValue], parts: Sequence[Part]
+) -> ArrayValue:
+    """Returns the gradient that decode makes of a payload."""
+    result = check.evaluate(*pair.decode, draft, params=params, payload=parts)
+    assert result.gradient is not None
+    return result.gradient
+
+
+def _stored_first(draft: Draft, new: Expr) -> Expr:
+    """Returns a state's new value, which is stored first if it reads states at other indices."""
     g = draft.graph
-    reads = [e for e in walk([new]) if e.op in ("load", "load_clamped")]
+    reads = [e for e in walk([new]) if e.is_load]
     aside = [e for e in reads if e.args[0].op != "idx" and e.attr.name.startswith(_STATES)]
     if not aside:
         return new
-    told = draft.temp(FLOAT, g.n)
-    draft.writes.append(Write(told, new, g.n, False))
-    return g.load(told, g.idx(g.n))
+    temp = draft.temp(FLOAT, g.n)
+    draft.writes.append(Write(temp, new, g.n, False))
+    return g.load(temp, g.idx(g.n))
 
 
-def _used(passes: tuple[Pass, ...]) -> set[Array]:
-    """The memory that some passes read or write."""
-    sorts = [p.sort for p in passes if isinstance(p, Select | Sorting)]
+def _used(passes: tuple[ir.Pass, ...]) -> set[Array]:
+    """Returns the memory that some passes read or write."""
+    sorts = [p.sort for p in passes if isinstance(p, ir.Select | ir.Sorting)]
     used = {a for s in sorts for a in (s.values, s.keys) if a is not None}
     for p in passes:
-        used.update(pass_loads(p), (s.array for s in pass_stores(p)))
-        if isinstance(p, Scan | Scatter):
+        used.update(loads(ir.pass_exprs(p)), (s.array for s in ir.pass_stores(p)))
+        if isinstance(p, ir.Scan | ir.Scatter):
             used.add(p.array)
     return used
 
 
-def _params(roles: Signature, *ours: str) -> tuple[str, ...]:
-    return (*(p.name for p in roles.params if p.runtime), *ours)
+def _params(roles: Signature, *added: str) -> tuple[str, ...]:
+    return (*(p.name for p in roles.params if p.runtime), *added)

@@ -1,4 +1,4 @@
-"""Cuts what a kernel has to write into the fewest passes over memory.
+"""A draft of a kernel in, the fewest passes over memory out.
 
 Every write and reduction gets a *level*: one more than what it waits for. Work of one level over
 one domain shares a pass; an output waits for the latest pass over its domain if that saves one.
@@ -8,39 +8,21 @@ pass: the block is still in cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from hipress.compll import ir
 from hipress.compll.front.arrays import Draft, Write
-from hipress.compll.ir import (
-    Array,
-    Compact,
-    Expr,
-    Filter,
-    Fold,
-    Loop,
-    Pass,
-    Phase,
-    Scalars,
-    Scan,
-    Scatter,
-    Select,
-    Sort,
-    Sorting,
-    Store,
-    block_sizes,
-    pass_exprs,
-    pass_stores,
-    walk,
-)
+from hipress.compll.ir import Array, Expr, Fold, Store, walk
 
 
 class NotFusable(Exception):
-    """These states cannot be written in one go: the generic path has to do it."""
+    """The states cannot be written by the passes that encode; use the generic path."""
 
 
-def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> tuple[Pass, ...]:
-    """The passes of a kernel, in the order they run (or `NotFusable`).
+def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> tuple[ir.Pass, ...]:
+    """Returns the passes of a kernel in order; raises `NotFusable` if states do not fit in.
 
     Args:
         draft: What has to be written.
@@ -51,18 +33,10 @@ def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> t
 
 
 def block_of(exprs: Iterable[Expr]) -> int | None:
-    """The block size that some values are tied to."""
-    sizes = block_sizes(exprs)
+    """Returns the block size that some values are tied to."""
+    sizes = ir.block_sizes(exprs)
     assert len(sizes) <= 1, "blocks of two sizes in one value"
     return next(iter(sizes), None)
-
-
-def _deep(exprs: Iterable[Expr]) -> Iterator[Expr]:
-    """Every value, those inside block reductions too: they run in the same pass."""
-    for e in walk(exprs):
-        yield e
-        if e.op == "fold" and e.attr.block is not None:
-            yield from _deep(e.attr.exprs)
 
 
 @dataclass(eq=False)
@@ -72,7 +46,7 @@ class _Open:
     level: int
     length: Expr
     block: int | None = None
-    filter: Filter | None = None
+    filter: ir.Filter | None = None
     folds: list[Fold] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     block_stores: list[Store] = field(default_factory=list)
@@ -90,24 +64,18 @@ class _Scheduler:
         self.draft = draft
         self.states = states
         self.open: list[_Open] = []
-        self.fixed: list[tuple[int, list[Expr], Pass]] = []
+        self.fixed: list[tuple[int, list[Expr], ir.Pass]] = []
         """Passes of their own: level, what they read, the pass."""
         self._levels: dict[object, int] = {}
-        self.written_by: dict[Array, object] = {}
-        for write in draft.writes:
-            self.written_by[write.array] = write
-        for found, array, _ in draft.emits:
-            self.written_by[array] = found
-        for sort in draft.sorts:
-            self.written_by[sort.values] = sort
-            if sort.keys is not None:
-                self.written_by[sort.keys] = sort
-        for fold, array in draft.scans:
-            self.written_by[array] = fold
-        for spread in draft.spreads:
-            self.written_by[spread[0]] = spread
+        self.written_by: dict[Array | None, object] = {
+            **{write.array: write for write in draft.writes},
+            **{array: found for found, array, _ in draft.emits},
+            **{array: s for s in draft.sorts for array in (s.values, s.keys)},
+            **{scan.array: scan.fold for scan in draft.scans},
+            **{scatter.array: scatter for scatter in draft.scatters},
+        }
 
-    def run(self, nonfinite: Fold | None) -> tuple[Pass, ...]:
+    def run(self, nonfinite: Fold | None) -> tuple[ir.Pass, ...]:
         draft = self.draft
         folds = self._global_folds()
         for fold in folds:
@@ -122,7 +90,7 @@ class _Scheduler:
         early = [w for w in draft.writes if w.each == "scalar" and self._reads_state([w.value])]
         for write in early:  # before a state is overwritten
             store = Store(write.array, write.value)
-            self.fixed.append((self._level(write), [write.value], Scalars((store,))))
+            self.fixed.append((self._level(write), [write.value], ir.Scalars((store,))))
         for write in sorted(self._outputs(), key=lambda w: -self._level(w)):
             self._place(write, exact=False)
         self._place_states()
@@ -135,55 +103,23 @@ class _Scheduler:
             for w in draft.writes
             if w.each == "scalar" and not self._reads_state([w.value])
         )
-        ordered: list[Pass] = [p for _, _, p in sorted(passes, key=lambda x: x[:2])]
-        return (*ordered, *([Scalars(scalars)] if scalars else []))
+        ordered: list[ir.Pass] = [p for _, _, p in sorted(passes, key=lambda x: x[:2])]
+        return (*ordered, *([ir.Scalars(scalars)] if scalars else []))
 
     # What there is to do.
 
-    def _all_exprs(self) -> list[Expr]:
-        d = self.draft
-        out = [w.value for w in d.writes] + [value for _, _, value in d.emits]
-        out += [e for s in d.sorts for e in (s.value, s.key, *s.ranks)]
-        out += [e for f, _ in d.scans for e in f.exprs]
-        out += [e for _, length, index, value, _ in d.spreads for e in (length, index, value)]
-        return out + [r.cond for r in d.requires]
-
-    def _reachable(self) -> Iterator[Expr]:
-        """Every value the kernel computes, inside reductions and filters too."""
-        seen: set[object] = set()
-        todo = self._all_exprs()
-        while todo:
-            e = todo.pop()
-            for x in walk([e]):
-                if x in seen:
-                    continue
-                seen.add(x)
-                yield x
-                if x.op == "fold":
-                    todo += x.attr.exprs
-                elif x.op in ("count", "taken"):
-                    todo.append(x.attr.keep)
-                elif x.op == "idx":
-                    todo.append(x.attr)
-                elif x.op == "pick":
-                    todo += [x.attr.value, x.attr.key]
-
     def _global_folds(self) -> list[Fold]:
-        found = {x.attr: None for x in self._reachable() if x.op == "fold"}
-        folds = [f for f in found if f.block is None]
-        return sorted(folds, key=self._level)
+        found = [e.attr for e in ir.walk_all(self.draft.exprs()) if e.op == "fold"]
+        return sorted((f for f in dict.fromkeys(found) if f.block is None), key=self._level)
 
-    def _filters(self) -> list[Filter]:
-        found = {f: None for f, _, _ in self.draft.emits}
-        found.update({x.attr: None for x in self._reachable() if x.op in ("count", "taken")})
-        return list(found)
+    def _filters(self) -> list[ir.Filter]:
+        emits = [f for f, _, _ in self.draft.emits]
+        asked = (e for e in ir.walk_all(self.draft.exprs()) if e.op in ("count", "taken"))
+        return list(dict.fromkeys([*emits, *(e.attr for e in asked)]))
 
     def _outputs(self) -> list[Write]:
-        return [
-            w
-            for w in self.draft.writes
-            if w.final and w.each != "scalar" and w.array not in self.states
-        ]
+        finals = [w for w in self.draft.writes if w.final and w.each != "scalar"]
+        return [w for w in finals if w.array not in self.states]
 
     # Levels.
 
@@ -195,30 +131,25 @@ class _Scheduler:
     def _find_level(self, job: object) -> int:
         if isinstance(job, Fold):
             return self._wait([*job.exprs, job.length])
-        if isinstance(job, Filter):
+        if isinstance(job, ir.Filter):
             emits = [value for f, _, value in self.draft.emits if f is job]
             return self._wait([job.keep, job.length, *emits], within=job)
-        if isinstance(job, Sort):
+        if isinstance(job, ir.Sort):
             return self._wait([job.value, job.key, *job.ranks]) + 1  # first its input is written
         if isinstance(job, Write):
             return self._wait([job.value, job.length])
-        assert isinstance(job, tuple)
-        return self._wait(job[1:4])
+        assert isinstance(job, ir.Scatter)
+        return self._wait([job.length, job.index, job.value])
 
-    def _wait(self, exprs: Iterable[Expr], within: Filter | None = None) -> int:
+    def _wait(self, exprs: Iterable[Expr], within: ir.Filter | None = None) -> int:
         level = 0
-        for e in _deep(exprs):
-            if e.op == "fold" and e.attr.block is None:
-                level = max(level, self._level(e.attr) + 1)
-            elif e.op == "pick":
-                level = max(level, self._level(e.attr) + 1)
-            elif e.op == "count":
+        for e in walk(ir.with_blocks(exprs)):
+            if e.op in ("pick", "count") or (e.op == "fold" and e.attr.block is None):
                 level = max(level, self._level(e.attr) + 1)
             elif e.op == "taken" and e.attr is not within:
                 level = max(level, self._level(e.attr))
-            elif e.op in ("load", "load_clamped") and e.attr in self.written_by:
-                if e.attr not in self.states:
-                    level = max(level, self._level(self.written_by[e.attr]) + 1)
+            elif e.is_load and e.attr in self.written_by and e.attr not in self.states:
+                level = max(level, self._level(self.written_by[e.attr]) + 1)
             elif e.op == "idx":
                 level = max(level, self._wait([e.attr]))
         return level
@@ -261,11 +192,11 @@ class _Scheduler:
         target.append(Store(write.array, write.value))
 
     @staticmethod
-    def _asks_taken(exprs: Iterable[Expr]) -> set[Filter]:
-        return {e.attr for e in _deep(exprs) if e.op == "taken"}
+    def _asks_taken(exprs: Iterable[Expr]) -> set[ir.Filter]:
+        return {e.attr for e in walk(ir.with_blocks(exprs)) if e.op == "taken"}
 
     @staticmethod
-    def _knows(p: _Open, taken: set[Filter]) -> bool:
+    def _knows(p: _Open, taken: set[ir.Filter]) -> bool:
         return all(p.filter is f for f in taken)
 
     def _own_passes(self) -> None:
@@ -279,13 +210,11 @@ class _Scheduler:
                 self._place(Write(sort.keys, sort.key, sort.length, False), exact=True)
             reads = [sort.value, sort.key]
             whole = sort.whole or sort.keys is not None
-            self.fixed.append((level, reads, Sorting(sort) if whole else Select(sort)))
-        for fold, array in d.scans:
-            self.fixed.append((self._level(fold), fold.exprs, Scan(fold, array)))
-        for spread in d.spreads:
-            array, length, index, value, clear = spread
-            scatter = Scatter(length, index, value, array, clear, array in d.distinct)
-            self.fixed.append((self._level(spread), [index, value], scatter))
+            self.fixed.append((level, reads, ir.Sorting(sort) if whole else ir.Select(sort)))
+        for scan in d.scans:
+            self.fixed.append((self._level(scan.fold), scan.fold.exprs, scan))
+        for p in d.scatters:
+            self.fixed.append((self._level(p), [p.index, p.value], p))
 
     def _place_states(self) -> None:
         """All states are written in one pass, the last that reads any of them."""
@@ -326,11 +255,8 @@ class _Scheduler:
 
     def _reads_state(self, exprs: Iterable[Expr], *, aside: bool = False) -> bool:
         """Whether a state is read (with `aside`: at another index than the element's own)."""
-        for e in _deep(exprs):
-            if e.op in ("load", "load_clamped") and e.attr in self.states:
-                if not aside or e.args[0].op != "idx":
-                    return True
-        return False
+        reads = [e for e in walk(ir.with_blocks(exprs)) if e.is_load and e.attr in self.states]
+        return any(not aside or e.args[0].op != "idx" for e in reads)
 
     def _place_flag(self, flag: Fold) -> None:
         for p in sorted(self.open, key=lambda p: p.level):
@@ -341,9 +267,9 @@ class _Scheduler:
 
     # Closing.
 
-    def _close(self, p: _Open) -> Pass:
+    def _close(self, p: _Open) -> ir.Pass:
         if p.filter is not None:
-            return Compact(p.filter, tuple(p.emits), tuple(p.stores), tuple(p.folds))
+            return ir.Compact(p.filter, tuple(p.emits), tuple(p.stores), tuple(p.folds))
         inner: dict[Fold, int] = {}
 
         def depth(exprs: Iterable[Expr]) -> int:
@@ -360,59 +286,42 @@ class _Scheduler:
             inner[fold] = depth(fold.exprs)
         last = max([last, *inner.values()])
         phases = [
-            Phase(
+            ir.Phase(
                 tuple(f for f, k in inner.items() if k == level),
                 tuple(p.stores) if level == last else (),
             )
             for level in range(last + 1)
         ]
         kept = tuple(ph for ph in phases if ph.folds or ph.stores)
-        return Loop(p.length, p.block, kept, tuple(p.block_stores))
+        return ir.Loop(p.length, p.block, kept, tuple(p.block_stores))
 
 
 def _drop_unread(draft: Draft) -> None:
     """Removes memory between passes that nothing reads after all."""
     while True:
-        exprs = [w.value for w in draft.writes] + [value for _, _, value in draft.emits]
-        exprs += [e for s in draft.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
-        exprs += [e for f, _ in draft.scans for e in f.exprs]
-        exprs += [e for s in draft.spreads for e in s[1:4]] + [r.cond for r in draft.requires]
         read: set[Array] = set()
-        seen: set[Expr] = set()
-        while exprs:
-            for e in walk([exprs.pop()]):
-                if e in seen:
-                    continue
-                seen.add(e)
-                if e.op in ("load", "load_clamped"):
-                    read.add(e.attr)
-                elif e.op == "fold":
-                    exprs += [*e.attr.exprs, e.attr.length]
-                elif e.op in ("count", "taken"):
-                    exprs.append(e.attr.keep)
-                elif e.op == "idx":
-                    exprs.append(e.attr)
-                elif e.op == "pick":
-                    exprs += [e.attr.value, e.attr.key]
-                    read.add(e.attr.values)
+        for e in ir.walk_all(draft.exprs()):
+            if e.is_load:
+                read.add(e.attr)
+            elif e.op == "pick":
+                read.add(e.attr.values)
         idle = set(draft.temps) - read
-        before = len(draft.writes) + len(draft.emits) + len(draft.scans) + len(draft.spreads)
-        draft.writes[:] = [w for w in draft.writes if w.array not in idle]
+        targets: tuple[list[Any], ...] = (draft.writes, draft.scans, draft.scatters)
+        before = sum(map(len, (*targets, draft.emits)))
+        for target in targets:
+            target[:] = [x for x in target if x.array not in idle]
         draft.emits[:] = [x for x in draft.emits if x[1] not in idle]
-        draft.scans[:] = [x for x in draft.scans if x[1] not in idle]
-        draft.spreads[:] = [x for x in draft.spreads if x[0] not in idle]
-        after = len(draft.writes) + len(draft.emits) + len(draft.scans) + len(draft.spreads)
-        if after == before:
+        if sum(map(len, (*targets, draft.emits))) == before:
             return
 
 
-def validate(passes: Iterable[Pass], given: Iterable[Array]) -> None:
-    """Our own invariant: memory is written before it is read."""
+def validate(passes: Iterable[ir.Pass], given: Iterable[Array]) -> None:
+    """Asserts that memory is written before it is read."""
     ready = set(given)
     for p in passes:
-        for e in _deep(pass_exprs(p)):
-            if e.op in ("load", "load_clamped"):
+        for e in walk(ir.with_blocks(ir.pass_exprs(p))):
+            if e.is_load:
                 assert e.attr in ready, f"{e.attr.name} is read before it is written"
-        ready.update(s.array for s in pass_stores(p))
-        if isinstance(p, Scan | Scatter):
+        ready.update(s.array for s in ir.pass_stores(p))
+        if isinstance(p, ir.Scan | ir.Scatter):
             ready.add(p.array)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import keyword
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -23,13 +23,6 @@ from pathlib import Path
 from hipress.compll.build import Bound
 from hipress.compll.ir import Kernel
 from hipress.compll.passes.derive import ALPHA, MU, PLAIN, RHO, Variant
-from hipress.compll.tools.emit_functions import (
-    Function,
-    call_args,
-    functions,
-    signature,
-    tuple_text,
-)
 from hipress.compll.tools.emit_torch import (
     GPU_SUPPORT,
     OPERATOR,
@@ -37,11 +30,11 @@ from hipress.compll.tools.emit_torch import (
     SUPPORT,
     WRAPPER_HEAD,
 )
-from hipress.compll.tools.half import Lone
+from hipress.compll.tools.half import Half
 from hipress.errors import BackendError, UsageError
 
 FRAMEWORKS = ("torch",)
-"""What `-f` takes."""
+"""The choices of `-f`."""
 
 PARTS = {
     "body": ("body.py", "body_gpu.py", "launch.py"),
@@ -54,12 +47,12 @@ MAX_ARGS = 64
 """Most arguments of an operator, a limit of torch."""
 
 MARK = "made by HiPress CompLL"
-"""Stands in the first line of every file we write; a file without it is not overwritten."""
+"""The first line of every written file has this text; a file without it is not overwritten."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What `Package.write` did."""
+    """The result of `Package.write`."""
 
     files: tuple[Path, ...]
     notes: tuple[str, ...]
@@ -88,7 +81,7 @@ class Package:
 
     @property
     def name(self) -> str:
-        """What it is imported as."""
+        """The name it is imported by."""
         return package_name(self.bound.program.name)
 
     @cached_property
@@ -105,7 +98,7 @@ class Package:
         return self._gpu[1]
 
     def texts(self, part: str) -> dict[str, str]:
-        """The files of one of `PARTS`, and their texts."""
+        """Returns the files of one of `PARTS`, and their texts."""
         if part != "body":
             return {PARTS[part][0]: self.text(part)}
         texts = [self.text(part)]
@@ -114,11 +107,11 @@ class Package:
         return dict(zip(PARTS[part], texts, strict=False))
 
     def text(self, part: str) -> str:
-        """The text of the first file of one of `PARTS`."""
+        """Returns the text of the first file of one of `PARTS`."""
         if part == "body":
             return self.bound.source("cpu", variant=self.variant)
         program = self.bound.program
-        if isinstance(program, Lone):
+        if isinstance(program, Half):
             raise UsageError(
                 f"wrapper and registration need {program.missing} too; put it into the same file "
                 "or beside it, or build the kernels alone with -b."
@@ -136,7 +129,7 @@ class Package:
         """Writes some parts below `directory`.
 
         Raises:
-            UsageError: A file there is not ours to overwrite, or cannot be written.
+            UsageError: A file there was not made by this compiler, or cannot be written.
         """
         folder = directory / self.name
         last = max(list(PARTS).index(part) for part in parts)
@@ -162,7 +155,7 @@ class Package:
 
 
 def package_name(program: str) -> str:
-    """The name of the package, and of its operators, for a program.
+    """Returns the name of the package, and of its operators, for a program.
 
     Example:
         >>> package_name("TernGrad"), package_name("Class"), package_name("Torch")
@@ -186,7 +179,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _missing(folder: Path, texts: dict[str, str], part: str) -> str:
-    """What is wrong with the files of a part, if anything: one sentence."""
+    """Returns one sentence about a file of a part that is missing or outdated, if any."""
     for name, text in texts.items():
         path = folder / name
         try:
@@ -199,13 +192,203 @@ def _missing(folder: Path, texts: dict[str, str], part: str) -> str:
     return ""
 
 
+# The functions of a package: their names, their arguments and what they call.
+#
+# Names in a program are chosen by its author. Those of parameters and states become names of
+# arguments, each through `_Names`; the bodies of functions that take them use nothing but
+# arguments and names with a leading underscore, which no argument has.
+
+_OURS = ("x", "payload", "numel", "out", "alpha", "mu", "lr_ratio", "step", "seed", "stream")
+
+
+@dataclass
+class _Names:
+    """Names of the program as names of arguments that Python accepts."""
+
+    taken: set[str] = field(default_factory=lambda: set(_OURS))
+
+    def __call__(self, name: str) -> str:
+        while name.startswith("_") or name in self.taken or keyword.iskeyword(name):
+            name = f"p_{name}"
+        self.taken.add(name)
+        return name
+
+
+@dataclass(frozen=True)
+class Arg:
+    """An argument of an emitted function."""
+
+    name: str
+    type: str
+    default: str = ""
+    keyword: bool = True
+    prefix: str = ""
+    """What an operator puts before the name. Its arguments travel through torch by name, beside
+    those of torch's own functions, so a program's `mode` or `match` would break torch.compile."""
+
+    @property
+    def op_name(self) -> str:
+        """Its name in the operator."""
+        return self.prefix + self.name
+
+    def text(self, name: str, *, typed: bool) -> str:
+        """Returns the argument in a signature."""
+        if not typed:
+            return f"{name}={self.default}" if self.default else name
+        return f"{name}: {self.type}" + (f" = {self.default}" if self.default else "")
+
+
+def signature(args: Iterable[Arg], *, op: bool = False, typed: bool = True) -> str:
+    """Arguments, each on its own line; keyword-only ones after a star."""
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for a in args:
+        texts[a.keyword].append(a.text(a.op_name if op else a.name, typed=typed))
+    lines = [*texts[False], *(["*", *texts[True]] if texts[True] else [])]
+    return "".join(f"    {line},\n" for line in lines)
+
+
+def call_args(args: Iterable[Arg], *, op: bool) -> str:
+    """Returns the arguments of a call of an operator, or (without `op`) of the plain function."""
+    texts = []
+    for a in args:
+        to, given = (a.op_name, a.name) if op else (a.name, a.op_name)
+        texts.append(f"{to}={given}" if a.keyword else given)
+    return ", ".join(texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """A function of the wrapper and, unless `fake` is empty, an operator."""
+
+    name: str
+    args: tuple[Arg, ...]
+    returns: str
+    about: str
+    body: str
+    fake: str
+    """The line that gives torch.compile the shape of the result, by the operator's names."""
+
+    @property
+    def mutates(self) -> tuple[str, ...]:
+        """The operator's arguments that it writes to."""
+        tensors = [a for a in self.args if a.prefix == _STATE or a.name == "out"]
+        return tuple(a.op_name for a in tensors)
+
+
+_STATE, _PARAM = "state_", "param_"
+
+
+def functions(
+    bound: Bound, variant: Variant, mu: float, required: Collection[str]
+) -> tuple[Function, ...]:
+    """encode, decode, decode_add and wire_bytes of a program; see `emit.Package`."""
+    kernel = bound.kernels(variant=variant)[0]
+    names = _Names()
+    values = dict(bound.values)
+    options = {p.name: names(p.name) for p in bound.program.params if p.runtime}
+    params = tuple(
+        Arg(new, "float", "" if old in required else repr(float(values[old])), prefix=_PARAM)
+        for old, new in options.items()
+    )
+    states = tuple(
+        Arg(names(array.label), _TENSOR, keyword=False, prefix=_STATE) for array in kernel.states
+    )
+    rng = (Arg("step", "int"), Arg("seed", "int", "0"), Arg("stream", "int", "0"))
+    added = (Arg("mu", "float", repr(float(mu))),) if variant.momentum else ()
+    if variant.feedback:
+        added = (*added, Arg("lr_ratio", "float", "1.0"))
+    payload = Arg("payload", _TENSOR, keyword=False)
+    alpha = Arg("alpha", "float", "1.0")
+    floats = tuple_text(options.values())
+    held = tuple_text(f'("{state.name}", {state.name})' for state in states)
+    drawn = "(seed, stream, step)" if kernel.random else "(0, 0, 0)"
+    extra = tuple_text(a.name for a in added)
+    fixed = _about_params(options, bound.static)
+    return (
+        Function(
+            name="encode",
+            args=(
+                Arg("x", _TENSOR, keyword=False),
+                *states,
+                *(rng if kernel.random else ()),
+                *params,
+                *added,
+            ),
+            returns=_TENSOR,
+            about="The frame of `x` (float32, float16 or bfloat16, on CPU or GPU, any shape)."
+            + _about_states([state.name for state in states])
+            + (_ABOUT_RANDOM if kernel.random else "")
+            + fixed,
+            body=f"return _encode(x, {held}, {drawn}, {floats}, {extra})",
+            fake=f"return _wrapper._empty_frame(x, {tuple_text(a.op_name for a in params)})",
+        ),
+        Function(
+            name="decode",
+            args=(payload, Arg("numel", "int", keyword=False), alpha, *params),
+            returns=_TENSOR,
+            about="`alpha` times the `numel` elements of a frame, as a 1-D float32 tensor." + fixed,
+            body=f"return _decode(payload, numel, alpha, {floats})",
+            fake="return _wrapper._empty_gradient(payload, numel)",
+        ),
+        Function(
+            name="decode_add",
+            args=(payload, Arg("out", _TENSOR, keyword=False), alpha, *params),
+            returns="None",
+            about="Adds `alpha` times what a frame holds to `out` (float32, contiguous)." + fixed,
+            body=f'_decode_into("decode_add", payload, out, alpha, {floats})',
+            fake="return None",
+        ),
+        Function(
+            name="wire_bytes",
+            args=(Arg("numel", "int", keyword=False), *params),
+            returns="int",
+            about="Bytes of the frame of a tensor with `numel` elements." + fixed,
+            body=f"return _wire_bytes(numel, {floats})",
+            fake="",
+        ),
+    )
+
+
+_TENSOR = "_torch.Tensor"
+_ABOUT_RANDOM = """
+
+    Random numbers follow from `seed`, `stream` and `step`: count `step` up at every call, and let
+    ranks that must draw different numbers differ in `stream`."""
+
+
+def _about_states(states: list[str]) -> str:
+    if not states:
+        return ""
+    names = ", ".join(f"`{state}`" for state in states)
+    verb = "is" if len(states) == 1 else "are"
+    return f"""
+
+    {names} {verb} updated in place: float32, contiguous, as many elements as `x`; zeros at
+    first."""
+
+
+def _about_params(options: Mapping[str, str], static: Mapping[str, int | float]) -> str:
+    """Returns what a reader of the docstring has to know about parameters."""
+    lines = [f"    `{new}` is the program's `{old}`." for old, new in options.items() if new != old]
+    lines += [
+        f"    `{name}` was fixed at {value} when this was built." for name, value in static.items()
+    ]
+    return "\n\n" + "\n".join(lines) if lines else ""
+
+
+def tuple_text(items: Iterable[str]) -> str:
+    """Returns a tuple of some texts, as Python writes it."""
+    texts = list(items)
+    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
+
+
 # Files.
 
 _LAUNCH = "# {mark}: edit the program, not this file.\n"
 
 
 def _runtime() -> str:
-    """What starts gpu kernels: it imports nothing of ours, so it is copied as it is."""
+    """Returns the text of `runtime`, which imports nothing of hipress and is copied as it is."""
     return resources.files("hipress.compll.backends.gpu").joinpath("runtime.py").read_text("utf-8")
 
 
@@ -260,7 +443,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _order(bound: Bound, kernel: Kernel) -> str:
-    """Where in (floats, then ours) each parameter of a kernel stands."""
+    """Returns the index of each parameter of a kernel in (program's floats, added ones)."""
     runtime = [p.name for p in bound.program.params if p.runtime]
-    ours = [name for name in (ALPHA, MU, RHO) if name in kernel.params]
-    return tuple_text(str([*runtime, *ours].index(name)) for name in kernel.params)
+    added = [name for name in (ALPHA, MU, RHO) if name in kernel.params]
+    return tuple_text(str([*runtime, *added].index(name)) for name in kernel.params)

@@ -7,7 +7,7 @@ WRAPPER_HEAD = '''\
 
 `encode` makes a HiPress frame (a header of 80 bytes, then the body) that `hipress.codec` of the
 same program reads, and the other way round. On the CPU one thread works on a call. On a GPU a call
-only launches kernels; damage that these find in a payload is told by the next call.
+only launches kernels; damage that these find in a payload is reported by the next call.
 """
 
 import functools
@@ -127,7 +127,7 @@ def _sized(payload, out, floats):
 
 
 def _open(payload, numel, floats):
-    """The body of a frame, and whether its gradient had a NaN or Inf; all but ours is refused."""
+    """The body of a frame, and whether its gradient had a NaN or Inf; refuses other frames."""
     data, size = payload.numpy(), payload.numel()
     fields = _HEAD.unpack_from(data)
     expected = {
@@ -208,7 +208,7 @@ def _kernels(name):
         module = importlib.import_module(".body_gpu", __package__)
     except ImportError as error:
         raise ValueError(
-            f"a CUDA tensor needs Triton, which can not be imported ({error}); install it with "
+            f"a CUDA tensor needs Triton, which cannot be imported ({error}); install it with "
             "pip install triton, or use .cpu()."
         ) from error
     return _launch().Kernels(module, name)
@@ -220,7 +220,7 @@ def _launch():
 
 def _encode_on_gpu(x, states, rng, floats, ours, frame):
     device, numel = x.device, x.numel()
-    _tell_damage(device)
+    _raise_damage(device)
     if not numel:
         frame.zero_()
         frame[: _HEAD.size] = _head_on(device, numel, floats)
@@ -239,7 +239,7 @@ def _encode_on_gpu(x, states, rng, floats, ours, frame):
 
 def _decode_on_gpu(name, payload, out, alpha, floats):
     device, numel = out.device, out.numel()
-    _tell_damage(device)
+    _raise_damage(device)
     if numel:
         params = tuple(float((*floats, alpha)[k]) for k in _DECODE)
         unused = _torch.zeros(1, dtype=_torch.int64, device=device)
@@ -264,7 +264,7 @@ def _error_word(device):
     return _torch.zeros(1, dtype=_torch.int32, pin_memory=device.type == "cuda")
 
 
-def _tell_damage(device):
+def _raise_damage(device):
     word = _error_word(device)
     found = int(word[0])
     if found:

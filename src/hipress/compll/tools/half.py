@@ -1,8 +1,8 @@
-"""One function of a program whose other lone is not at hand.
+"""One function of a program without its other half.
 
 An encode function alone can be checked, shown and compiled. A decode function alone can be
-checked where it gives the sizes of what it extracts; kernels need the payload's layout, and that
-is what encode says.
+checked where it declares the sizes of what it extracts; its kernels need the layout of the
+payload, which the encode function defines.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hipress.errors import UsageError
 
 
 def read_any(path: str | Path) -> Program:
-    """Reads the program in a file, or what there is of it (see `Lone`)."""
-    found = build.lone_function(path)
+    """Reads the program in a file, or what there is of it (see `Half`)."""
+    found = build.half_function(path)
     if found is None:
         return build.read_program(path)
     source, function = found
     have = "Encode" if function.name.endswith("Encode") else "Decode"
     params = check.signature(source, function).params
-    # The pair holds the one function twice; `LoneBound` never asks for the one that is missing.
+    # The pair holds the one function twice; `BoundHalf` never uses the one that is missing.
     pair = Pair(found, found)
-    return Lone(function.name.removesuffix(have) or "Program", pair, params, source.text)
+    return Half(function.name.removesuffix(have) or "Program", pair, params, source.text)
 
 
 @dataclass(frozen=True)
-class Lone(Program):
-    """A program of which only one function is at hand."""
+class Half(Program):
+    """A program of which only one function is there."""
 
     @property
     def function(self) -> ast.Function:
@@ -51,36 +51,35 @@ class Lone(Program):
         is_encode = self.function.name.endswith("Encode")
         return self.function.name[:-6] + ("Decode" if is_encode else "Encode")
 
-    def bind(self, values: Mapping[str, Any]) -> LoneBound:
+    def bind(self, values: Mapping[str, Any]) -> BoundHalf:
         bound = super().bind(values)
-        return LoneBound(self, bound.values)
+        return BoundHalf(self, bound.values)
 
 
 @dataclass(frozen=True)
-class LoneBound(Bound):
-    """A lone function with its parameters: gives the one kernel that can be made."""
+class BoundHalf(Bound):
+    """Half of a program with its parameters, which makes one kernel at most."""
 
-    program: Lone
+    program: Half
 
     def kernels(self, *, dtype: str = "f32", variant: Variant = PLAIN) -> tuple[Kernel, ...]:
-        lone = self.program
-        if lone.missing.endswith("Encode"):
-            self.play()
+        half = self.program
+        if half.missing.endswith("Encode"):
+            self.check()
             raise UsageError(
-                f"{lone.function.name} alone gives no kernel: the layout of the payload is what "
-                f"{lone.missing} says; put that into the same file or beside it."
+                f"{half.function.name} alone gives no kernel: the layout of the payload comes from "
+                f"{half.missing}; put that into the same file or beside it."
             )
         if variant.feedback:
             raise UsageError(
-                f"error feedback plays {lone.missing} too, which is not at hand; put it into the "
-                "same file or beside it."
+                f"error feedback needs {half.missing} too; put it into the same file or beside it."
             )
-        return (derive.encode_kernel(lone.pair, self.static, dtype=dtype, variant=variant),)
+        return (derive.encode_kernel(half.pair, self.static, dtype=dtype, variant=variant),)
 
-    def play(self) -> None:
+    def check(self) -> None:
         """Checks the function without making a kernel."""
         source, function = self.program.pair.encode
         if self.program.missing.endswith("Decode"):
             derive.encode_kernel(self.program.pair, self.static)
         else:
-            check.play(source, function, Draft(Graph()), params=self.static)
+            check.evaluate(source, function, Draft(Graph()), params=self.static)

@@ -10,35 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from hipress.compll.backends.render import Lines
+from hipress.compll import ir
+from hipress.compll.backends.render import Lines, pass_method
 from hipress.compll.front import ast
-from hipress.compll.ir import (
-    STORAGE_BITS,
-    Array,
-    Compact,
-    Expr,
-    Filter,
-    Fold,
-    Kernel,
-    Loop,
-    Pass,
-    Scalars,
-    Scan,
-    Scatter,
-    Select,
-    Sort,
-    Sorting,
-    Store,
-)
+from hipress.compll.ir import Array, Expr, Fold, Kernel, Store, walk
 from hipress.compll.passes.cost import cost, domain
 
 # The tree.
 
 
 def show_ast(source: ast.Source) -> str:
-    """The tree of a file, one node on each line, with the line and column it starts at.
+    """Returns the tree of a file, one node on each line, with the line and column it starts at.
 
     Example:
         >>> from hipress.compll.front.parse import parse
@@ -65,7 +49,7 @@ def show_ast(source: ast.Source) -> str:
 
 
 def _label(node: ast.Node) -> str:
-    """The class of a node and what it holds itself: its name, type, sign or number."""
+    """Returns the class of a node and what it holds itself: its name, type, sign or number."""
     words = [type(node).__name__]
     for f in dataclasses.fields(node):
         value = getattr(node, f.name)
@@ -101,7 +85,7 @@ def _children(node: ast.Node) -> Iterator[tuple[str, ast.Node]]:
 
 
 def show_passes(kernels: Sequence[Kernel]) -> str:
-    """The flat list of passes of each kernel: its memory, then what every pass does."""
+    """Returns the flat list of passes of each kernel: its memory, then what every pass does."""
     return "\n".join(_Printer(kernel).text() for kernel in kernels)
 
 
@@ -140,7 +124,7 @@ class _Printer:
         self.kernel = kernel
         self.out = Lines()
         self.folds: dict[Fold, str] = {}
-        self.filters: dict[Filter, str] = {}
+        self.filters: dict[ir.Filter, str] = {}
         self.sorts: dict[int, str] = {}
         self.num_values = 0
         self.sizes: dict[Expr, _Text] = {}
@@ -157,16 +141,16 @@ class _Printer:
         for number, p in enumerate(k.passes, 1):
             out(f"pass {number}: {self._title(p)}")
             out.depth += 1
-            self._pass(p)
+            pass_method(self, p)(p)
             out.depth -= 1
         return str(out)
 
     def _sizes(self) -> None:
-        """Names the lengths that are more than n or a number: they come back everywhere."""
+        """Prints names for the lengths that are more than n or a number: many lines use them."""
         k = self.kernel
         arrays = [s.array for s in k.sections] + list(k.temps)
         lengths = [a.length for a in arrays]
-        lengths += [p.filter.capacity for p in k.passes if isinstance(p, Compact)]
+        lengths += [p.filter.capacity for p in k.passes if isinstance(p, ir.Compact)]
         lengths += [d for d in map(domain, k.passes) if d is not None]
         for length in lengths:
             if length.host and not _is_leaf(length) and length not in self.sizes:
@@ -193,43 +177,35 @@ class _Printer:
             self.out("random numbers: of seed, stream and step")
 
     def _declared(self, array: Array) -> str:
-        type_ = _TYPES.get(array.storage) or f"uint{STORAGE_BITS[array.storage]}"
+        type_ = _TYPES.get(array.storage) or f"uint{ir.STORAGE_BITS[array.storage]}"
         if array.length.op == "const" and array.length.attr == 1:
             return type_
         return f"{type_}[{self._values([array.length])[0]}]"
 
-    def _title(self, p: Pass) -> str:
-        if isinstance(p, Scalars):
+    def _title(self, p: ir.Pass) -> str:
+        if isinstance(p, ir.Scalars):
             return "scalars of the payload"
-        if isinstance(p, Select | Sorting):
-            doing = "single ranks of" if isinstance(p, Select) else "sort"
+        if isinstance(p, ir.Select | ir.Sorting):
+            doing = "single ranks of" if isinstance(p, ir.Select) else "sort"
             return f"{doing} {p.sort.values.name}"
         length = domain(p)
         assert length is not None
         (shown,) = self._values([length])
-        if isinstance(p, Loop):
+        if isinstance(p, ir.Loop):
             blocks = "" if p.block is None else f", in blocks of {p.block}"
             return f"loop over {shown}{blocks}"
         return f"{type(p).__name__.lower()} over {shown}"
 
-    def _pass(self, p: Pass) -> None:
-        if isinstance(p, Loop):
-            self._loop(p)
-        elif isinstance(p, Compact):
-            self._compact(p)
-        elif isinstance(p, Scalars):
-            self._stores(p.stores, "0")
-        elif isinstance(p, Scan):
-            self._scan(p)
-        elif isinstance(p, Scatter):
-            index, value = self._values([p.index, p.value])
-            if p.clear:
-                self.out(f"{p.array.name} = 0")
-            self.out(f"{p.array.name}[{index}] += {value}")
-        else:
-            self._sort(p)
+    def scalars(self, p: ir.Scalars) -> None:
+        self._stores(p.stores, "0")
 
-    def _loop(self, p: Loop) -> None:
+    def scatter(self, p: ir.Scatter) -> None:
+        index, value = self._values([p.index, p.value])
+        if p.clear:
+            self.out(f"{p.array.name} = 0")
+        self.out(f"{p.array.name}[{index}] += {value}")
+
+    def loop(self, p: ir.Loop) -> None:
         for number, phase in enumerate(p.phases, 1):
             if len(p.phases) > 1:
                 self.out(f"phase {number}")
@@ -244,7 +220,7 @@ class _Printer:
             self._stores(p.block_stores, "b")
             self.out.depth -= 1
 
-    def _compact(self, p: Compact) -> None:
+    def compact(self, p: ir.Compact) -> None:
         first = [p.filter.keep, p.filter.capacity, *(s.value for s in p.emits)]
         keep, capacity, *rest = self._values([*first, *_element_roots(p.folds, p.stores)])
         self.out(f"{self._filter(p.filter)}: keep i where {keep}, the first {capacity}")
@@ -252,16 +228,16 @@ class _Printer:
             self.out(f"emit {store.array.name} <- {value}")
         self._elements(p.folds, p.stores, rest[len(p.emits) :])
 
-    def _scan(self, p: Scan) -> None:
+    def scan(self, p: ir.Scan) -> None:
         name = p.array.name
         body, init = self._values([p.fold.body, p.fold.init])
         joined = self._join(p.fold, f"{name}[i - 1]", body)
         self.out(f"{name}[i] = {joined}, the first from {init}")
 
-    def _sort(self, p: Select | Sorting) -> None:
+    def order(self, p: ir.Select | ir.Sorting) -> None:
         name = self._sorted(p.sort)
         by = "" if p.sort.keys is None else f" by {p.sort.keys.name}"
-        if isinstance(p, Sorting):
+        if isinstance(p, ir.Sorting):
             self.out(f"{name} = {p.sort.values.name} in ascending order{by}")
         else:
             ranks = ", ".join(f"[{rank}]" for rank in self._values(p.sort.ranks))
@@ -270,7 +246,7 @@ class _Printer:
     def _elements(
         self, folds: Sequence[Fold], stores: Sequence[Store], texts: Iterable[str]
     ) -> None:
-        """What is done for each element, given the texts of `_element_roots`."""
+        """Prints what is done for each element, given the texts of `_element_roots`."""
         left = iter(texts)
         for fold in folds:
             body, init = next(left), next(left)
@@ -308,9 +284,9 @@ class _Printer:
     def _values(
         self, roots: Sequence[Expr], known: dict[Expr, _Text] | None = None
     ) -> tuple[str, ...]:
-        """The text of each root; a value that is used twice is printed first, with a name."""
+        """Returns the texts of `roots`; a value that is used twice is printed first, as a name."""
         texts = {**self.sizes, **(known or {})}
-        order = _unknown(roots, texts)
+        order = list(walk(roots, set(texts)))
         uses = Counter(a for e in order for a in e.args) + Counter(set(roots))
         for e in order:
             text = self._spell(e, [texts[a] for a in e.args])
@@ -355,15 +331,15 @@ class _Printer:
         name = f"uint{e.attr}" if e.op == "uint" else e.op
         return f"{name}({', '.join(args)})"
 
-    def _filter(self, found: Filter) -> str:
+    def _filter(self, found: ir.Filter) -> str:
         return self.filters.setdefault(found, f"filter{len(self.filters)}")
 
-    def _sorted(self, sort: Sort) -> str:
+    def _sorted(self, sort: ir.Sort) -> str:
         return self.sorts.setdefault(id(sort), f"sorted{len(self.sorts)}")
 
 
 def _in(text: _Text, binds: int) -> str:
-    """An operand, in brackets unless it binds at least this tightly."""
+    """Returns an operand, in brackets unless it binds at least this tightly."""
     return text[0] if text[1] >= binds else f"({text[0]})"
 
 
@@ -377,21 +353,5 @@ def _is_leaf(e: Expr) -> bool:
 
 
 def _element_roots(folds: Sequence[Fold], stores: Sequence[Store]) -> list[Expr]:
-    """What reductions and stores need for each element."""
+    """Returns what reductions and stores need for each element."""
     return [e for f in folds for e in (f.body, f.init)] + [s.value for s in stores]
-
-
-def _unknown(roots: Iterable[Expr], known: Mapping[Expr, object]) -> list[Expr]:
-    """Values below `roots` that have no text yet, arguments first; what is known is not entered."""
-    seen: set[Expr] = set(known)
-    order: list[Expr] = []
-    todo = [(root, False) for root in reversed(list(roots))]
-    while todo:
-        e, ready = todo.pop()
-        if ready:
-            order.append(e)
-        elif e not in seen:
-            seen.add(e)
-            todo.append((e, True))
-            todo.extend((a, False) for a in reversed(e.args))
-    return order

@@ -2,8 +2,8 @@
 
 One function per pass, over a range of tiles, so that a pool of threads can share a pass; small
 functions below it hold the inner loops. In walking order: `passes` (each kind of pass), `loops`
-(what happens inside a tile), `spell` (single operations), `prelude` (what generated code calls),
-`shared` (what the passes of a kernel have in common).
+(what happens inside a tile), `kernel` (numbers and memory that passes share, single operations),
+`prelude` (what generated code calls).
 
 Names in generated code: I and F hold ints and floats that passes hand on (sizes, parameters,
 results of reductions), W is scratch memory; t is a tile, a its first element, m its length.
@@ -14,19 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hipress.compll.backends.cpu import prelude
-from hipress.compll.backends.cpu.passes import print_pass, print_requires
-from hipress.compll.backends.cpu.shared import Shared
-from hipress.compll.backends.render import (
-    HOST_PRELUDE,
-    Lines,
+from hipress.compll.backends.cpu.passes import Passes
+from hipress.compll.backends.host import (
     Place,
-    body_bytes_source,
-    clear_gaps,
-    copied,
+    entry_args,
+    entry_start,
     host_text,
-    layout,
+    module_source,
     slot_text,
 )
+from hipress.compll.backends.render import Lines, copied, pass_method
 from hipress.compll.ir import STORAGE_BITS, Kernel
 
 _HEAD = '''\
@@ -52,7 +49,7 @@ from numba.extending import intrinsic
 """
 
 # numba knows no float16, LLVM does: one instruction where the CPU has it (4.9 ms for 25M floats,
-# against 12 ms by bits), and a call into a library that is not there where it has not.
+# against 12 ms by bits). Elsewhere LLVM would call a library that does not exist.
 _HALF = """\
 if binding.get_host_cpu_features().get("f16c") or platform.machine() == "aarch64":
 
@@ -77,129 +74,107 @@ else:
 
 
 def render(kernels: Iterable[Kernel], *, title: str) -> str:
-    """The source of a module with one entry point per kernel."""
+    """Returns the source of a module with one entry point per kernel."""
     kernels = list(kernels)
     text = "\n\n".join(_kernel(k) for k in kernels)
     half = "_f16(" in text
     helpers = text + ("_to_f16_bits() _from_f16_bits()" if half else "")
-    return "".join(
-        [
-            _HEAD.format(
-                title=title, platform=_PLATFORM if half else "", more=_MORE if half else ""
-            ),
-            copied(helpers, prelude, "@njit(**_JIT)\n"),
-            _HALF if half else "",
-            HOST_PRELUDE,
-            "\n\n",
-            body_bytes_source(kernels[0]),
-            "\n\n",
-            text,
-        ]
+    head = _HEAD.format(title=title, platform=_PLATFORM * half, more=_MORE * half)
+    return module_source(
+        kernels, head + copied(helpers, prelude, "@njit(**_JIT)\n") + _HALF * half, text
     )
 
 
 def _kernel(kernel: Kernel) -> str:
-    shared, out = Shared(kernel), Lines()
-    print_requires(shared, f"_{kernel.name}_requires", out)
+    printer = Passes(kernel)
+    printer.requires(f"_{kernel.name}_requires")
     for k, p in enumerate(kernel.passes):
-        print_pass(shared, f"_{kernel.name}_p{k}", p, out)
-    _run(shared, out)
-    _entry(shared, out)
-    return str(out)
+        pass_method(printer, p)(f"_{kernel.name}_p{k}", p)
+    _run(printer)
+    _entry(printer)
+    return str(printer.out)
 
 
-def _run(shared: Shared, out: Lines) -> None:
+def _run(printer: Passes) -> None:
     """Prints the function that runs all steps on one thread, and the list of them for more."""
-    name = shared.kernel.name
+    name, out, steps = printer.kernel.name, printer.out, printer.steps
     out("@njit(**_JIT)")
-    out(f"def _{name}_run({shared.args}):")
+    out(f"def _{name}_run({printer.args}):")
     out.depth += 1
-    for step in shared.steps:
-        out(f"{step.name}(0, -1, {shared.args})")
+    for step in steps:
+        out(f"{step.name}(0, -1, {printer.args})")
         if step.name.endswith("_requires"):
-            out(f"if {shared.slots.int('status')} != 0:")
+            out(f"if {printer.slots.int('status')} != 0:")
             out("    return")
-    if not shared.steps:
+    if not steps:
         out("return")
-    out.depth -= 1
-    out()
-    out()
-    ranges = shared.slots.ints.get(("range", 0), -1)
+    out.end()
+    ranges = printer.slots.ints.get(("range", 0), -1)
     out(f"_{name}_steps = (")
-    for step in shared.steps:
-        takes = f"{step.name}_gather" in {s.name for s in shared.steps}
+    for step in steps:
+        takes = f"{step.name}_gather" in {s.name for s in steps}
         out(f"    ({step.name}, {step.length_slot}, {step.tile}, {ranges if takes else -1}),")
     out(")")
-    out()
-    out()
+    out.end()
 
 
-def _entry(shared: Shared, out: Lines) -> None:
+def _entry(printer: Passes) -> None:
     """Prints the host's part of a kernel: sizes, parameters, memory, the call."""
-    k = shared.kernel
-    memory = k.input or k.output
-    assert memory is not None
-    takes = f"{memory.name}, states" if k.input is not None else memory.name
+    k, slots, args = printer.kernel, printer.slots, printer.args
     body = Lines(depth=1)
-    if k.states:
-        body(f"{', '.join(s.name for s in k.states)}{',' * (len(k.states) == 1)} = states")
-    places = layout(k, body)
-    if k.input is not None:
-        clear_gaps(places, body)
+    places = entry_start(k, body)
     body("seed, stream, step = rng")
     sizes = Lines(depth=1)
     sizes("I[0:5] = n, seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, stream, step")
-    _fill(shared, places, sizes)
-    args = shared.args
-    if ("range", 0) in shared.slots.ints:
+    _fill(printer, places, sizes)
+    if ("range", 0) in slots.ints:
         body("ranges = 1 if pool is None else pool.num_threads")
     sizes("if pool is None:")
     sizes(f"    _{k.name}_run({args})")
     sizes("else:")
-    sizes(f"    pool(_{k.name}_steps, ({args}), {shared.slots.ints['status']})")
+    sizes(f"    pool(_{k.name}_steps, ({args}), {slots.ints['status']})")
     if k.nonfinite is not None:
-        sizes(f"if {shared.slots.int('status')}:")
+        sizes(f"if {slots.int('status')}:")
         sizes('    raise IndexError("an index of a scatter is out of range")')
-        sizes(f"return bool({shared.slots.int(k.nonfinite)})")
+        sizes(f"return bool({slots.int(k.nonfinite)})")
     else:
         messages = ("an index in the payload is out of range", *(r.message for r in k.requires))
-        sizes(f"status = {shared.slots.int('status')}")
+        sizes(f"status = {slots.int('status')}")
         sizes(f"return {messages!r}[status - 1] if status else None")
     # Only now is it known how many numbers the steps hand on.
-    body(f"I = np.zeros({len(shared.slots.ints)}, i64)")
-    body(f"F = np.zeros({max(1, len(shared.slots.floats))}, f32)")
-    out(f"def {k.name}(n, params, rng, body, {takes}, scratch, pool=None):")
-    out.text += body.text + sizes.text
+    body(f"I = np.zeros({len(slots.ints)}, i64)")
+    body(f"F = np.zeros({max(1, len(slots.floats))}, f32)")
+    printer.out(f"def {k.name}({entry_args(k)}, scratch, pool=None):")
+    printer.out.text += body.text + sizes.text
 
 
-def _fill(shared: Shared, places: list[Place], out: Lines) -> None:
-    slots, params = shared.slots, shared.kernel.params
+def _fill(printer: Passes, places: list[Place], out: Lines) -> None:
+    slots, kernel = printer.slots, printer.kernel
+    params = kernel.params
     for place in places:
         name = place.array.name
         if ("at", name) in slots.ints:
             out(f"{slots.int(('at', name))} = {place.offset}")
             out(f"{slots.int(('bytes', name))} = {place.num_bytes}")
-    for e, slot in shared.hosts.items():
+    for e, slot in printer.hosts.items():
         out(f"{slot} = {slot_text(e, params)}")
     out("used = 0")
-    for array in shared.kernel.temps:
+    pieces = []
+    for array in kernel.temps:
         if ("at", array.name) in slots.ints:
             size = STORAGE_BITS[array.storage] // 8
-            length = f"max({host_text(array.length, params)}, 0)"
-            _carve(shared, array.name, f"{length} * {size}", out)
-    for record in shared.records:
+            pieces.append((array.name, f"max({host_text(array.length, params)}, 0) * {size}"))
+    for record in printer.records:
         capacity = f"max({host_text(record.capacity, params)}, 0)"
         size = STORAGE_BITS[record.storage] // 8
-        _carve(shared, record.name, f"ranges * {capacity} * {size}", out)
-    for index, (fold, tile) in enumerate(shared.partials):
-        length = host_text(shared.kernel.limits.get(fold.length, fold.length), params)
+        pieces.append((record.name, f"ranges * {capacity} * {size}"))
+    for index, (fold, tile) in enumerate(printer.partials):
+        length = host_text(kernel.limits.get(fold.length, fold.length), params)
         size = 4 if fold.type == "float" else 8
-        _carve(shared, f"part{index}", f"max({length} + {tile - 1}, 0) // {tile} * {size}", out)
+        pieces.append((f"part{index}", f"max({length} + {tile - 1}, 0) // {tile} * {size}"))
+    for name, num_bytes in pieces:
+        start, room = slots.int(("at", name)), slots.int(("bytes", name))
+        out(f"{start} = used")
+        out(f"{room} = {num_bytes}")
+        out(f"used = _align(used + int({room}))")
     out("W = scratch(used)")
-
-
-def _carve(shared: Shared, name: str, num_bytes: str, out: Lines) -> None:
-    start, size = shared.slots.int(("at", name)), shared.slots.int(("bytes", name))
-    out(f"{start} = used")
-    out(f"{size} = {num_bytes}")
-    out(f"used = _align(used + int({size}))")

@@ -7,22 +7,16 @@ drawn for the whole tile before the loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from hipress.compll.backends.cpu.shared import Known, Shared, maximal
-from hipress.compll.backends.cpu.spell import PACKED, RANDOM, loaded, rep, stored, wide
-from hipress.compll.backends.render import Lines, Spell, loads, print_values
-from hipress.compll.ir import (
-    STORAGE_BITS,
-    Array,
-    Compact,
-    Expr,
-    Fold,
-    Scatter,
-    Store,
-    block_bodies,
-    walk,
-)
+from hipress.compll import ir
+from hipress.compll.backends.cpu.kernel import KernelPrinter, loaded, maximal, stored
+from hipress.compll.backends.render import Known, Lines, Spell, machine_type, wide_type
+from hipress.compll.ir import Array, Expr, Fold, Store, loads, walk
+
+_DRAWS = {"uniform": "f32", "bits32": "u32"}
+"""Type of the buffer that random numbers of a tile are drawn into."""
 
 
 def exact(fold: Fold) -> bool:
@@ -42,213 +36,226 @@ def _identity(fold: Fold) -> str:
     return ends.get(fold.kind, "i64(0)")
 
 
-class Loops:
-    """Prints the loops of one pass."""
+@dataclass
+class _Body(Lines):
+    """The body of a loop's function, and the arguments that it turned out to need."""
 
-    def __init__(self, shared: Shared, tile: int, roots: list[Expr], stores: list[Store]) -> None:
-        self.shared = shared
+    depth: int = 1
+    args: dict[str, None] = field(default_factory=dict)
+
+    def needs(self, *names: str) -> None:
+        self.args.update(dict.fromkeys(names))
+
+    @property
+    def signature(self) -> str:
+        return ", ".join(["m", "a", *self.args])
+
+
+class Loops:
+    """Prints one pass over tiles: `out` is its function, `functions` are the loops it calls."""
+
+    def __init__(
+        self, printer: KernelPrinter, tile: int, roots: list[Expr], stores: Sequence[Store] = ()
+    ) -> None:
+        self.printer = printer
         self.tile = tile
         self.roots = roots
         """Every value the pass computes, for finding what is the same in a block."""
-        self.stores = stores
+        self.out = Lines()
+        self.known: Known = {}
         self.functions = Lines()
-        """The functions, to be printed before the pass that calls them."""
-        self.slices = {
-            array: f"{array.name}_t"
-            for array in [*loads(_aligned(roots)), *(s.array for s in stores)]
-        }
-        self.codes_in = {a: f"in_{a.name}" for a in loads(_aligned(roots)) if a.storage in PACKED}
+        aligned = loads(_aligned(roots))
+        self.slices = {a: f"{a.name}_t" for a in [*aligned, *(s.array for s in stores)]}
+        self.codes_in = {a: f"in_{a.name}" for a in aligned if a.storage in ir.PACKED}
         self.codes_out = {
-            s.array: f"out_{s.array.name}" for s in stores if s.array.storage in PACKED
+            s.array: f"out_{s.array.name}" for s in stores if s.array.storage in ir.PACKED
         }
-        drawn = [e for e in walk(roots) if e.op in RANDOM and e.args[0].op == "idx"]
+        drawn = [e for e in walk(roots) if e.op in ir.RANDOM and e.args[0].op == "idx"]
         self.draws = {e: f"{e.op}_{k}" for k, e in enumerate(drawn)}
 
     # Before and around the tiles.
 
-    def buffers(self, out: Lines) -> None:
+    def open(self, name: str, arrays: Iterable[Array], length: Expr) -> None:
+        """Prints the pass up to its loop, with what is the same for all elements."""
+        printer, roots = self.printer, self.roots
+        printer.head(name, self.out, [*loads([length]), *loads(roots), *arrays])
+        printer.length(length, self.tile, self.out)
+        if any(e.op in ir.RANDOM for e in walk(roots)):
+            self.out("rng = I[1:5]")
+        self.known = printer.known(roots)
+        self._name(e for e in walk(roots) if e.variance == 0 and e.op not in ("const", "param"))
+
+    def close(self) -> None:
+        """Adds the pass to the kernel's text."""
+        self.out.end()
+        self.printer.out.text += self.functions.text + self.out.text
+
+    def buffers(self) -> None:
         """Prints the scratch buffers that all tiles share."""
         room = (self.tile + 7) // 8 * 8
         for name in (*self.codes_in.values(), *self.codes_out.values()):
-            out(f"{name} = np.empty({room}, u8)")
+            self.out(f"{name} = np.empty({room}, u8)")
         for e, name in self.draws.items():
-            out(f"{name} = np.empty({room}, {RANDOM[e.op]})")
+            self.out(f"{name} = np.empty({room}, {_DRAWS[e.op]})")
 
-    def tiles(self, out: Lines, known: Known) -> None:
+    def tiles(self) -> None:
         """Prints the loop over tiles, a tile's slices, and what is the same in a block."""
+        out, known = self.out, self.known
         out("for t in range(lo, hi):")
         out.depth += 1
         out(f"a = t * {self.tile}")
         out(f"m = min({self.tile}, length - a)")
         for array, name in self.slices.items():
             text = f"{array.name}[a : a + m]"
-            if array.storage in PACKED:
-                per = 8 // STORAGE_BITS[array.storage]
+            if array.storage in ir.PACKED:
+                per = 8 // ir.STORAGE_BITS[array.storage]
                 shift = per.bit_length() - 1
                 text = f"{array.name}[a >> {shift} : (a + m + {per - 1}) >> {shift}]"
             out(f"{name} = {text}")
         for array, codes in self.codes_in.items():
-            out(f"_unpack{STORAGE_BITS[array.storage]}({self.slices[array]}, {codes}, m)")
+            out(f"_unpack{ir.STORAGE_BITS[array.storage]}({self.slices[array]}, {codes}, m)")
         for e, name in self.draws.items():
             rng = "rng" if len(e.args) == 1 else f"_keyed({known[e.args[1]]})"
             out(f"_{e.op}s({name}, m, a, {e.attr}, {rng})")
-        for e in walk([*self.roots, *block_bodies(self.roots)]):
+        for e in walk(ir.with_blocks(self.roots)):
             block = {"bnum": "t", "bstart": "a", "blen": "m"}.get(e.op)
             if block is not None:
-                known[e] = f"{rep(e)}({block})"
-        self._block_values(out, known)
+                known[e] = f"{machine_type(e)}({block})"
+        self._name_block_values()
 
-    def _block_values(self, out: Lines, known: Known) -> None:
+    def _name_block_values(self) -> None:
         """Names values that are the same in the whole block, as far as they are ready."""
         ready = [
             e
             for e in walk(self.roots)
-            if e.variance == 1 and not any(x.op == "fold" and x not in known for x in walk([e]))
+            if e.variance == 1
+            and not any(x.op == "fold" and x not in self.known for x in walk([e]))
         ]
-        for e in maximal(ready, self.roots, 1):
-            self.shared.print([e], out, known)
-            known[e] = self.shared.named(known[e], out)
+        self._name(ready, variance=1)
+
+    def _name(self, candidates: Iterable[Expr], variance: int = 0) -> None:
+        for e in maximal(candidates, self.roots, variance):
+            [text] = self.printer.print([e], self.out, self.known)
+            self.known[e] = self.printer.named(text, self.out)
 
     # Reductions.
 
-    def fold(self, name: str, folds: list[Fold], out: Lines, known: Known) -> list[str]:
-        """Prints one loop for some reductions; gives the names of their results."""
-        body = Lines(depth=1)
-        args: dict[str, None] = {}
-        self._start(folds, body)
-        self._element(folds, [], body, known, args)
+    def fold(self, name: str, folds: list[Fold]) -> list[str]:
+        """Prints one loop for some reductions; returns the names of their results."""
+        body = self._start(folds)
+        self._element(body, folds, [])
         # A sum may be taken in any order, so that it vectorises; nothing else is in this loop.
         loose = any(f.kind == "sum" and f.type == "float" for f in folds)
-        return self._call(name, args, body, folds, out, loose=loose)
+        return self._call(name, body, folds, loose=loose)
 
-    def finish(self, f: Fold, result: str, out: Lines, known: Known) -> None:
-        """The block's own reduction joined with its start; later phases know it by name."""
-        init = self.shared.print([f.init], out, known)[0]
-        text = self.shared.combined(f, f"{wide(f.type)}({init})", result, out)
+    def finish(self, f: Fold, result: str) -> None:
+        """Joins a block's own reduction with its start; later phases know it by name."""
+        [init] = self.printer.print([f.init], self.out, self.known)
+        text = self.printer.combined(f, f"{wide_type(f.type)}({init})", result, self.out)
         if f.kind == "sum" and f.init.op == "const" and f.init.attr == 0:
             text = result
-        name = self.shared.named(text, out)
-        for e in walk([*self.roots, *block_bodies(self.roots)]):
+        name = self.printer.named(text, self.out)
+        for e in walk(ir.with_blocks(self.roots)):
             if e.op == "fold" and e.attr is f:
-                known[e] = name
-        self._block_values(out, known)
+                self.known[e] = name
+        self._name_block_values()
 
     @staticmethod
-    def _start(folds: list[Fold], body: Lines) -> None:
+    def _start(folds: Sequence[Fold], *args: str) -> _Body:
+        body = _Body()
+        body.needs(*args)
         for j, f in enumerate(folds):
             body(f"acc{j} = {_identity(f)}")
         body("for i in range(m):")
         body.depth += 1
+        return body
 
-    def _accumulate(
-        self, acc: str, f: Fold, text: str, body: Lines, known: Known, args: dict[str, None]
-    ) -> None:
+    def _accumulate(self, body: _Body, acc: str, f: Fold, text: str) -> None:
         if f.kind == "sum":
             body(f"{acc} += {text}")
         elif f.kind == "or":
             body(f"{acc} |= i32({text})")
         elif f.kind in ("max", "min"):
-            item = self.shared.fresh()
+            item = self.printer.fresh()
             body(f"{item} = {f'_key({text})' if f.type == 'float' else f'i64({text})'}")
             body(f"{acc} = {item} if {item} {'>' if f.kind == 'max' else '<'} {acc} else {acc}")
         else:
             assert f.combine is not None and f.carry is not None and f.item is not None
-            item = self.shared.fresh()
-            body(f"{item} = {wide(f.type)}({text})")
-            inside = self._inside([f.combine], known, args) | {f.carry: acc, f.item: item}
-            print_values([f.combine], body, self._spell(args, {}), inside, self.shared.fresh)
-            body(f"{acc} = {item} if i == 0 else {wide(f.type)}({inside[f.combine]})")
+            item = self.printer.assign(f"{wide_type(f.type)}({text})", body)
+            [both] = self._print(body, [f.combine], more={f.carry: acc, f.item: item})
+            body(f"{acc} = {item} if i == 0 else {wide_type(f.type)}({both})")
 
     # Stores.
 
-    def store(
-        self, name: str, stores: list[Store], folds: list[Fold], out: Lines, known: Known
-    ) -> list[str]:
+    def store(self, name: str, stores: Sequence[Store], folds: list[Fold]) -> list[str]:
         """Prints one loop that writes arrays (and reduces), and the packing after it."""
-        body = Lines(depth=1)
-        args: dict[str, None] = {}
-        self._start(folds, body)
-        self._element(folds, stores, body, known, args)
-        results = self._call(name, args, body, folds, out)
-        self._pack(stores, out)
+        body = self._start(folds)
+        self._element(body, folds, stores)
+        results = self._call(name, body, folds)
+        self._pack(stores)
         return results
 
-    def _pack(self, stores: Iterable[Store], out: Lines) -> None:
+    def _pack(self, stores: Iterable[Store]) -> None:
         for s in stores:
             if s.array in self.codes_out:
-                bits = STORAGE_BITS[s.array.storage]
-                out(f"_pack{bits}({self.codes_out[s.array]}, {self.slices[s.array]}, m)")
+                bits = ir.STORAGE_BITS[s.array.storage]
+                self.out(f"_pack{bits}({self.codes_out[s.array]}, {self.slices[s.array]}, m)")
 
     def _element(
         self,
-        folds: list[Fold],
-        stores: list[Store],
-        body: Lines,
-        known: Known,
-        args: dict[str, None],
+        body: _Body,
+        folds: Sequence[Fold],
+        stores: Sequence[Store],
         saved: dict[Array, str] | None = None,
         mask: Expr | None = None,
     ) -> None:
         """Prints what is done for one element: reductions, the filter's mark, stores."""
         roots = [*(f.body for f in folds), *([mask] if mask is not None else [])]
-        roots += [s.value for s in stores]
-        inside = self._inside(roots, known, args)
-        print_values(roots, body, self._spell(args, saved or {}), inside, self.shared.fresh)
+        texts = self._print(body, [*roots, *(s.value for s in stores)], saved)
         for j, f in enumerate(folds):
-            self._accumulate(f"acc{j}", f, inside[f.body], body, known, args)
+            self._accumulate(body, f"acc{j}", f, texts[j])
         if mask is not None:
-            body(f"mask[i] = u8({inside[mask]})")
-        texts = [inside[s.value] for s in stores]
+            body(f"mask[i] = u8({texts[len(folds)]})")
+        texts = texts[len(roots) :]
         if len(stores) > 1:  # all is read before anything is written
-            texts = [self.shared.named(text, body) for text in texts]
+            texts = [self.printer.named(text, body) for text in texts]
         for s, text in zip(stores, texts, strict=True):
             target = self.codes_out.get(s.array) or self.slices[s.array]
-            args[target] = None
+            body.needs(target)
             body(f"{target}[i] = {stored(s.array, text)}")
 
     # Filters.
 
-    def saves(self, p: Compact, out: Lines) -> dict[Array, str]:
-        """Buffers for old values of arrays that a filter pass overwrites before it knows."""
+    def saves(self, p: ir.Compact) -> dict[Array, str]:
+        """Prints buffers for old values of arrays that a filter pass overwrites too early."""
         read = set(loads(self.roots))
         saved = {s.array: f"old_{s.array.name}" for s in p.stores if s.array in read}
         for name in saved.values():
-            out(f"{name} = np.empty({self.tile}, f32)")
+            self.out(f"{name} = np.empty({self.tile}, f32)")
         return saved
 
-    def can_share(self, p: Compact) -> bool:
-        """Whether threads may share a filter pass: what one took in vain can be put back."""
-        random = any(e.op in RANDOM for e in walk([s.value for s in p.stores]))
+    def can_share(self, p: ir.Compact) -> bool:
+        """Whether threads may share a filter pass: what one took without room can be put back."""
+        random = any(e.op in ir.RANDOM for e in walk([s.value for s in p.stores]))
         return not (random or self.codes_out)
 
-    def scan(
-        self,
-        name: str,
-        p: Compact,
-        folds: list[Fold],
-        saved: dict[Array, str],
-        out: Lines,
-        known: Known,
+    def mark(
+        self, name: str, p: ir.Compact, folds: list[Fold], saved: dict[Array, str]
     ) -> list[str]:
-        """A vector loop that marks elements and, for now, takes none."""
-        body = Lines(depth=1)
-        args: dict[str, None] = {"mask": None}
-        self._start(folds, body)
+        """Prints a vector loop that marks elements and, for now, takes none."""
+        body = self._start(folds, "mask")
         for array, old in saved.items():
-            args.update({old: None, self.slices[array]: None})
+            body.needs(old, self.slices[array])
             body(f"{old}[i] = {loaded(array, f'{self.slices[array]}[i]')}")
-        self._element(folds, self._told(p, False), body, known, args, mask=p.filter.keep)
-        return self._call(name, args, body, folds, out)
+        stores = self.printer.stores_if(p, False)
+        self._element(body, folds, stores, mask=p.filter.keep)
+        return self._call(name, body, folds)
 
-    def take(
-        self, name: str, p: Compact, saved: dict[Array, str], out: Lines, known: Known
-    ) -> None:
-        """The few marked elements, one by one, in order, while there is room."""
-        body = Lines(depth=1)
-        args = dict.fromkeys(
-            ["mask", "count", "capacity", *(f"to_{s.array.name}" for s in p.emits)]
-        )
-        args |= dict.fromkeys(["to_index", *(f"to_{old}" for old in saved.values())])
+    def take(self, name: str, p: ir.Compact, saved: dict[Array, str]) -> None:
+        """Prints a loop over the few marked elements, in order, while there is room."""
+        body = _Body()
+        body.needs("mask", "count", "capacity", *(f"to_{s.array.name}" for s in p.emits))
+        body.needs("to_index", *(f"to_{old}" for old in saved.values()))
         body("num_words = (m + 7) >> 3")
         body("for i in range(m, num_words * 8):")
         body("    mask[i] = u8(0)")
@@ -260,79 +267,72 @@ class Loops:
         body.depth += 1
         body("i = w * 8 + _first_byte(word)")
         body("word &= word - u64(1)")
-        emitted = [s.value for s in p.emits]
-        inside = self._inside(emitted, known, args)
         olds = {array: f"{old}[i]" for array, old in saved.items()}
-        print_values(emitted, body, self._spell(args, olds), inside, self.shared.fresh)
-        for s in p.emits:
-            body(f"to_{s.array.name}[count] = {stored(s.array, inside[s.value])}")
+        texts = self._print(body, [s.value for s in p.emits], olds)
+        for s, text in zip(p.emits, texts, strict=True):
+            body(f"to_{s.array.name}[count] = {stored(s.array, text)}")
         body("to_index[count] = a + i")
         for old in saved.values():
             body(f"to_{old}[count] = {old}[i]")
-            args[old] = None
+            body.needs(old)
         if p.stores:
-            self._element([], self._told(p, True), body, known, args, olds)
+            self._element(body, [], self.printer.stores_if(p, True), olds)
         body("count += 1")
         body.depth -= 2
         body("return count")
-        self._define(name, args, body)
-        out(f"count = {name}({', '.join(['m', 'a', *args])})")
-        self._pack(p.stores, out)
+        self._define(name, body)
+        self.out(f"count = {name}({body.signature})")
+        self._pack(p.stores)
 
-    def put_back(
-        self, name: str, p: Compact, saved: dict[Array, str], out: Lines, known: Known
-    ) -> None:
-        """The elements that a later range took and that there is no room for: as if never taken."""
-        body = Lines(depth=1)
-        args = dict.fromkeys(["first", "to_index", *(f"to_{old}" for old in saved.values())])
+    def put_back(self, name: str, p: ir.Compact, saved: dict[Array, str]) -> None:
+        """Prints a loop over elements that a later range took without room: as if never taken."""
+        body = _Body()
+        body.needs("first", "to_index", *(f"to_{old}" for old in saved.values()))
         body("for j in range(first, m):")
         body.depth += 1
         body("i = to_index[j]")
         records = {array: f"to_{old}[j]" for array, old in saved.items()}
-        self._element([], self._told(p, False), body, known, args, records)
-        self._define(name, args, body)
+        self._element(body, [], self.printer.stores_if(p, False), records)
+        self._define(name, body)
         bound = {self.slices[array]: array.name for array in self.slices}
-        out(f"{name}({', '.join(['taken', '0', *(bound.get(a, a) for a in args)])})")
-
-    def _told(self, p: Compact, taken: bool) -> list[Store]:
-        """The stores of a filter pass for elements that are known to be taken, or not."""
-        graph = self.shared.graph
-        asked = [e for e in walk([s.value for s in p.stores]) if e.op == "taken"]
-        told = {e: graph.const(taken) for e in asked}
-        return [Store(s.array, graph.substitute(s.value, told)) for s in p.stores]
+        self.out(f"{name}({', '.join(['taken', '0', *(bound.get(a, a) for a in body.args)])})")
 
     # Scatters.
 
-    def check(self, name: str, p: Scatter, out: Lines, known: Known) -> None:
-        """Looks for an index out of range."""
-        body, target = Lines(depth=1), p.array.name
-        args: dict[str, None] = {"I": None, target: None}
-        body(f"size = len({target})")
-        self._start([], body)
-        inside = self._inside([p.index], known, args)
-        print_values([p.index], body, self._spell(args, {}), inside, self.shared.fresh)
-        body(f"k = i64({inside[p.index]})")
+    def check(self, name: str, p: ir.Scatter) -> None:
+        """Prints a loop that looks for an index out of range."""
+        body = self._start([], "I", p.array.name)
+        body.text.insert(0, f"    size = len({p.array.name})")
+        [index] = self._print(body, [p.index])
+        body(f"k = i64({index})")
         body("if k < 0 or k >= size:")
-        body(f"    {self.shared.slots.int('status')} = 1")
-        self._call(name, args, body, [], out)
+        body(f"    {self.printer.slots.int('status')} = 1")
+        self._call(name, body, [])
 
-    def scatter(self, name: str, p: Scatter, out: Lines, known: Known) -> None:
-        """Adds each value at its index."""
-        body, target = Lines(depth=1), p.array.name
-        args: dict[str, None] = {target: None}
-        self._start([], body)
-        roots = [p.index, p.value]
-        inside = self._inside(roots, known, args)
-        print_values(roots, body, self._spell(args, {}), inside, self.shared.fresh)
-        body(f"k = i64({inside[p.index]})")
+    def scatter(self, name: str, p: ir.Scatter) -> None:
+        """Prints a loop that adds each value at its index."""
+        target = p.array.name
+        body = self._start([], target)
+        index, value = self._print(body, [p.index, p.value])
+        body(f"k = i64({index})")
         old = loaded(p.array, f"{target}[k]")
-        body(f"{target}[k] = {stored(p.array, f'{old} + {inside[p.value]}')}")
-        self._call(name, args, body, [], out)
+        body(f"{target}[k] = {stored(p.array, f'{old} + {value}')}")
+        self._call(name, body, [])
 
     # Functions.
 
-    def _inside(self, roots: list[Expr], known: Known, args: dict[str, None]) -> Known:
-        """Texts of what a loop gets from outside; each name becomes an argument."""
+    def _print(
+        self,
+        body: _Body,
+        roots: list[Expr],
+        saved: dict[Array, str] | None = None,
+        more: Known | None = None,
+    ) -> list[str]:
+        """Prints values inside a loop; names from outside become arguments."""
+        inside = self._inside(body, roots) | (more or {})
+        return self.printer.print(roots, body, inside, self._spell(body, saved or {}))
+
+    def _inside(self, body: _Body, roots: list[Expr]) -> Known:
         texts: Known = {}
 
         def visit(e: Expr) -> None:
@@ -341,13 +341,13 @@ class Loops:
             if e.op == "idx":
                 texts[e] = "(a + i)"
             elif e.op == "lidx":
-                texts[e] = f"{rep(e)}(i)"
-            elif e in known and e.variance < 2:
-                texts[e] = known[e]
-                if known[e].isidentifier() and known[e] not in ("True", "False"):
-                    args[known[e]] = None
-                elif "I[" in known[e] or "F[" in known[e]:
-                    args.update({"I": None, "F": None})
+                texts[e] = f"{machine_type(e)}(i)"
+            elif e in self.known and e.variance < 2:
+                text = texts[e] = self.known[e]
+                if text.isidentifier() and text not in ("True", "False"):
+                    body.needs(text)
+                elif "I[" in text or "F[" in text:
+                    body.needs("I", "F")
             else:
                 for a in e.args:
                     visit(a)
@@ -356,7 +356,7 @@ class Loops:
             visit(root)
         return texts
 
-    def _spell(self, args: dict[str, None], saved: dict[Array, str]) -> Spell:
+    def _spell(self, body: _Body, saved: dict[Array, str]) -> Spell:
         def spell(e: Expr, texts: list[str]) -> str:
             aligned = bool(e.args) and e.args[0].op == "idx"
             if e.op == "load" and aligned:
@@ -364,33 +364,26 @@ class Loops:
                 if array in saved:
                     return saved[array]
                 source = self.codes_in.get(array) or self.slices[array]
-                args[source] = None
+                body.needs(source)
                 return loaded(array, f"{source}[i]")
-            if e.op in RANDOM and aligned:
+            if e.op in ir.RANDOM and aligned:
                 name = self.draws[e]
-                args[name] = None
+                body.needs(name)
                 return f"{name}[i]" if e.op == "uniform" else f"i64({name}[i])"
-            if e.op in ("load", "load_clamped"):
-                args[e.attr.name] = None
-                if e.attr.storage in PACKED:
-                    args["I"] = None  # its length is there
-            if e.op in RANDOM and len(e.args) == 1:
-                args["rng"] = None
-            return self.shared.spell(e, texts)
+            if e.is_load:
+                body.needs(e.attr.name)
+                if e.attr.storage in ir.PACKED:
+                    body.needs("I")  # its length is there
+            if e.op in ir.RANDOM and len(e.args) == 1:
+                body.needs("rng")
+            return self.printer.spell(e, texts)
 
         return spell
 
     def _call(
-        self,
-        name: str,
-        args: dict[str, None],
-        body: Lines,
-        folds: list[Fold],
-        out: Lines,
-        *,
-        loose: bool = False,
+        self, name: str, body: _Body, folds: Sequence[Fold], *, loose: bool = False
     ) -> list[str]:
-        """Prints the function with its results, and the call; gives the results' names."""
+        """Prints the function with its results, and the call; returns the results' names."""
         body.depth -= 1
         ends = [
             f"_unkey(acc{j})" if f.type == "float" and f.kind in ("max", "min") else f"acc{j}"
@@ -398,24 +391,20 @@ class Loops:
         ]
         if ends:
             body(f"return {', '.join(ends)}")
-        self._define(name, args, body, loose=loose)
-        results = [self.shared.fresh() for _ in folds]
+        self._define(name, body, loose=loose)
+        results = [self.printer.fresh() for _ in folds]
         target = f"{', '.join(results)} = " if results else ""
-        out(f"{target}{name}({', '.join(['m', 'a', *args])})")
+        self.out(f"{target}{name}({body.signature})")
         return results
 
-    def _define(
-        self, name: str, args: dict[str, None], body: Lines, *, loose: bool = False
-    ) -> None:
+    def _define(self, name: str, body: _Body, *, loose: bool = False) -> None:
         out = self.functions
         out('@njit(**_JIT, fastmath={"reassoc"})' if loose else "@njit(**_JIT)")
-        out(f"def {name}({', '.join(['m', 'a', *args])}):")
+        out(f"def {name}({body.signature}):")
         out.text += body.text
-        out()
-        out()
+        out.end()
 
 
 def _aligned(roots: list[Expr]) -> list[Expr]:
-    """The loads of an element's own index, inside block reductions too."""
-    found = walk([*roots, *block_bodies(roots)])
-    return [e for e in found if e.op == "load" and e.args[0].op == "idx"]
+    """Returns the loads of an element's own index, inside block reductions too."""
+    return [e for e in walk(ir.with_blocks(roots)) if e.op == "load" and e.args[0].op == "idx"]

@@ -68,7 +68,7 @@ class Kernels:
 
     def __init__(self, module: ModuleType, name: str) -> None:
         if interpreted():
-            _mend_interpreter()
+            _patch_interpreter()
         self.name = name
         self.refusals: tuple[str, ...] = getattr(module, f"{name}_refusals")
         self._sizes_of = getattr(module, f"{name}_sizes")
@@ -76,15 +76,15 @@ class Kernels:
         self._kept: dict[Any, Sizes] = {}
 
     def sizes(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
-        """What the kernels need to know about some gradients; made once."""
+        """Returns what the kernels need to know about some gradients; made once."""
         key = (device, tuple(gradients))
         found = self._kept.get(key)
-        if found is None:  # and kept for good: a captured graph reads it again
+        if found is None:  # kept forever: a captured graph reads it again
             found = self._kept[key] = self.make(gradients, device)
         return found
 
     def make(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
-        """The same, for a caller that keeps it."""
+        """Returns the same as `sizes`, for a caller that keeps it."""
         header_words = 16 + 4 * len(gradients)
         used, zeroed = 0, 0
         rows, floats, grids = [], [], []
@@ -158,7 +158,7 @@ class Kernels:
 
 
 def _parts(sizes: Sizes, k: int, span: int, bulk: bool) -> Iterator[tuple[int, int | None]]:
-    """Programs and part of each start of a launch (no part where there is only one way)."""
+    """Yields the programs and the part of each start of a launch; None is the only part."""
     if not sizes.grids[k]:
         return
     if not span:
@@ -189,12 +189,12 @@ def _sort(places: tuple[Any, ...], sizes: Sizes, work: torch.Tensor) -> None:
 
 
 def _quiet() -> AbstractContextManager[Any]:
-    """Where kernels are interpreted, NumPy says nothing about NaN and infinities."""
+    """Silences NumPy's warnings about NaN and infinities where kernels are interpreted."""
     return np.errstate(all="ignore") if interpreted() else nullcontext()
 
 
-def _mend_interpreter() -> None:
-    """Mends what Triton 3.6 gets wrong where it interprets kernels.
+def _patch_interpreter() -> None:
+    """Corrects two defects of the interpreter in Triton 3.6.
 
     Loops: under NumPy 2.4 an array of one element is no longer an int. Scalars that are spread
     over a tile: all became floats, also what is true or false.
@@ -202,10 +202,10 @@ def _mend_interpreter() -> None:
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
-    if getattr(patch, "mended", False):
+    if getattr(patch, "patched", False):
         return
 
-    def mended(tensor: Any, scope: Any) -> None:
+    def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -214,8 +214,8 @@ def _mend_interpreter() -> None:
         spread = np.full(kind.shape, value[0], dtype=value.dtype)
         return interpreter.TensorHandle(spread, kind.scalar)
 
-    mended.mended = True  # type: ignore[attr-defined]
-    interpreter._patch_lang_tensor = mended
+    patched.patched = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_splat = splat
 
 

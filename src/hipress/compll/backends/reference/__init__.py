@@ -8,65 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hipress.compll.backends.reference import prelude
-from hipress.compll.backends.render import (
-    HOST_PRELUDE,
-    Lines,
-    body_bytes_source,
-    clear_gaps,
-    copied,
+from hipress.compll import ir
+from hipress.compll.backends.host import (
+    entry_args,
+    entry_start,
     host_text,
-    layout,
-    print_values,
+    module_source,
     slot_text,
 )
-from hipress.compll.ir import (
-    Array,
-    Compact,
-    Expr,
-    Fold,
-    Kernel,
-    Loop,
-    Pass,
-    Scan,
-    Scatter,
-    Select,
-    Sorting,
-    Store,
-    pass_exprs,
-    walk,
-)
+from hipress.compll.backends.reference import prelude
+from hipress.compll.backends.render import INFIX, Lines, Printer, copied, pass_method
+from hipress.compll.ir import Array, Expr, Fold, Kernel, Store, walk
 
 _OPS = {
-    "add": "({} + {})",
-    "sub": "({} - {})",
-    "mul": "({} * {})",
+    **INFIX,
+    **{op: f"_{op}({{}}, {{}})" for op in ("idiv", "imod", "shl", "shr")},
+    **{op: f"np.{op}({{}})" for op in ("abs", "floor", "sqrt", "sign")},
     "div": "({} / {})",
-    "idiv": "_idiv({}, {})",
-    "imod": "_imod({}, {})",
-    "shl": "_shl({}, {})",
-    "shr": "_shr({}, {})",
-    "and": "({} & {})",
-    "or": "({} | {})",
-    "xor": "({} ^ {})",
-    "inv": "(~{})",
-    "neg": "(-{})",
-    "lt": "({} < {})",
-    "le": "({} <= {})",
-    "eq": "({} == {})",
-    "ne": "({} != {})",
     "not": "np.logical_not({})",
     "land": "np.logical_and({}, {})",
     "lor": "np.logical_or({}, {})",
     "select": "np.where({}, {}, {})",
     "min": "np.minimum({}, {})",
     "max": "np.maximum({}, {})",
-    "abs": "np.abs({})",
-    "floor": "np.floor({})",
-    "sqrt": "np.sqrt({})",
     "exp2": "np.asarray(np.exp2(np.asarray({}, f64)), f32)",
     "log2": "np.asarray(np.log2(np.asarray({}, f64)), f32)",
-    "sign": "np.sign({})",
     "exponent": "_exponent({})",
     "power": "np.asarray(np.exp2(np.asarray({}, f64)), f32)",
     "float": "np.asarray({}, f32)",
@@ -78,55 +44,37 @@ _OPS = {
 
 
 def render(kernels: Iterable[Kernel], *, title: str) -> str:
-    """The source of a module with one entry point per kernel."""
+    """Returns the source of a module with one entry point per kernel."""
     kernels = list(kernels)
-    text = "\n\n".join(_Printer(k).source() for k in kernels)
+    text = "\n\n".join(_KernelPrinter(k).source() for k in kernels)
     head = (
         f'"""Reference kernels of {title}, made by HiPress CompLL."""\n\n'
         "import math\n\nimport numpy as np\n\n"
         "f32, f64, i64 = np.float32, np.float64, np.int64\n\n\n"
     )
-    return (
-        head
-        + copied(text, prelude)
-        + HOST_PRELUDE
-        + "\n\n"
-        + body_bytes_source(kernels[0])
-        + "\n\n"
-        + text
-    )
+    return module_source(kernels, head + copied(text, prelude), text)
 
 
-class _Printer:
-    """Prints one kernel."""
+def _dtype(array: Array) -> str:
+    """Returns the type that values of an array are computed in."""
+    return "f32" if array.type == "float" else "i64"
+
+
+class _KernelPrinter(Printer):
+    """Prints one kernel as one function."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+        super().__init__(kernel)
         self.out = Lines()
         self.known: dict[Expr, str] = {}
-        self._fresh = 0
         self.folds: dict[Fold, str] = {}
-        self.domain: Expr | None = None
         self.block: int | None = None
-
-    def fresh(self) -> str:
-        self._fresh += 1
-        return f"v{self._fresh}"
 
     def source(self) -> str:
         k, out = self.kernel, self.out
-        memory = k.input or k.output
-        assert memory is not None
-        takes = f"{memory.name}, states" if k.input is not None else memory.name
-        out(f"def {k.name}(n, params, rng, body, {takes}, scratch=None, pool=None):")
+        out(f"def {k.name}({entry_args(k)}, scratch=None, pool=None):")
         out.depth += 1
-        if k.states:
-            names = ", ".join(s.name for s in k.states)
-            out(f"{names}{',' if len(k.states) == 1 else ''} = states")
-        places = layout(k, out)
-        if k.input is not None:
-            clear_gaps(places, out)
-        for place in places:
+        for place in entry_start(k, out):
             dtype = {"f32": "f32", "i64": "i64", "u32": "np.uint32"}.get(place.array.storage)
             if place.array.storage in ("u16", "f16", "bf16"):
                 dtype = "np.uint16"
@@ -136,34 +84,30 @@ class _Printer:
         out('with np.errstate(all="ignore"):')
         out.depth += 1
         for r in k.requires:
-            text = self.value(r.cond)
-            out(f"if not {text}:")
+            out(f"if not {self.value(r.cond)}:")
             out(f"    return {r.message!r}")
         for j, p in enumerate(k.passes):
             out(f"# Pass {j}: {type(p).__name__.lower()}.")
-            self.print_pass(p)
+            self._pass(p)
         out.depth -= 1
-        if k.nonfinite is not None:
-            out(f"return bool({self.folds[k.nonfinite]})")
-        else:
-            out("return None")
+        flag = k.nonfinite
+        out("return None" if flag is None else f"return bool({self.folds[flag]})")
         return str(out)
 
     # Values.
 
     def value(self, e: Expr) -> str:
-        """Prints what `e` needs, in the domain at hand; gives its text."""
+        """Prints what `e` needs, in the domain of the pass; returns its text."""
         return self.values([e])[0]
 
-    def values(self, roots: list[Expr]) -> list[str]:
-        print_values(roots, self.out, self.spell, self.known, self.fresh)
-        return [self.known[r] for r in roots]
+    def values(self, roots: Iterable[Expr]) -> list[str]:
+        return self.print(roots, self.out, self.known)
 
     def spell(self, e: Expr, args: list[str]) -> str:
         if e.host:
             text = slot_text(e, self.kernel.params)
             return text if e.type == "bool" else f"{'f32' if e.type == 'float' else 'i64'}({text})"
-        if e.op in ("load", "load_clamped"):
+        if e.is_load:
             return self._load(e, args[0])
         if e.op == "idx":
             return "np.arange(a, a + m)" if self.block else f"np.arange({self._len(e.attr)})"
@@ -171,7 +115,7 @@ class _Printer:
             return "np.arange(m)"
         if e.op in ("bnum", "bstart", "blen"):
             return {"bnum": "i64(t)", "bstart": "i64(a)", "blen": "i64(m)"}[e.op]
-        if e.op in ("uniform", "bits32"):
+        if e.op in ir.RANDOM:
             rng = "rng" if len(args) == 1 else f"(int({args[1]}), 0, 0)"
             return f"_{e.op}({args[0]}, {e.attr}, {rng})"
         if e.op == "fold":
@@ -197,32 +141,24 @@ class _Printer:
         return self.value(length) if not length.host else self._size(length)
 
     def _size(self, length: Expr) -> str:
-        """A length that the host knows; what would be negative is nothing."""
+        """Returns the text of a length that the host knows, at least 0."""
         text = host_text(length, self.kernel.params)
         return text if length.lo >= 0 else f"max({text}, 0)"
 
     # Passes.
 
-    def print_pass(self, p: Pass) -> None:
-        before = dict(self.known)
-        if isinstance(p, Loop):
-            (self._blocks if p.block else self._loop)(p)
-        elif isinstance(p, Compact):
-            self._compact(p)
-        elif isinstance(p, Scatter):
-            self._scatter(p)
-        elif isinstance(p, Scan):
-            self._scan(p)
-        elif isinstance(p, Select | Sorting):
-            self._order(p)
-        else:
-            for s, text in zip(p.stores, self.values([s.value for s in p.stores]), strict=True):
-                dtype = "f32" if s.array.type == "float" else "i64"
-                self.out(f"_save({s.array.name}, {s.array.storage!r}, np.full(1, {text}, {dtype}))")
+    def _pass(self, p: ir.Pass) -> None:
+        before = set(self.known)
+        pass_method(self, p)(p)
         # Texts of elements name this pass's variables; what is the same everywhere may stay.
         self.known = {
             e: t for e, t in self.known.items() if e in before or e.op in ("count", "pick")
         }
+
+    def scalars(self, p: ir.Scalars) -> None:
+        for s, text in zip(p.stores, self.values(s.value for s in p.stores), strict=True):
+            whole = f"np.full(1, {text}, {_dtype(s.array)})"
+            self.out(f"_save({s.array.name}, {s.array.storage!r}, {whole})")
 
     def _alloc(self, array: Array) -> None:
         if array.name.startswith("temp"):
@@ -250,18 +186,24 @@ class _Printer:
         if f.kind == "or":
             self.out(f"{name} = np.any({body}) if {length} else False")
         elif f.kind == "fold":
-            assert f.combine is not None and f.carry is not None and f.item is not None
             self.out(f"{name} = {init}")
             self.out(f"for item in _whole({body}, {length}):")
             self.out.depth += 1
-            inner = {**self.known, f.carry: name, f.item: "item"}
-            print_values([f.combine], self.out, self.spell, inner, self.fresh)
-            self.out(f"{name} = {inner[f.combine]}")
+            self._combine(f, name)
             self.out.depth -= 1
         else:
             self.out(f"{name} = _fold_{f.kind}(_whole({body}, {length}), {init})")
 
-    def _loop(self, p: Loop) -> None:
+    def _combine(self, f: Fold, acc: str) -> None:
+        """Prints one step of a reduction by a function that the program gives."""
+        assert f.combine is not None and f.carry is not None and f.item is not None
+        inner = {**self.known, f.carry: acc, f.item: "item"}
+        self.out(f"{acc} = {self.print([f.combine], self.out, inner)[0]}")
+
+    def loop(self, p: ir.Loop) -> None:
+        if p.block is not None:
+            self._blocks(p)
+            return
         length = self._len(p.length)
         for phase in p.phases:
             for f in phase.folds:
@@ -269,7 +211,7 @@ class _Printer:
             if phase.stores:
                 self._store(phase.stores, length)
 
-    def _blocks(self, p: Loop) -> None:
+    def _blocks(self, p: ir.Loop) -> None:
         out = self.out
         stores = [s for ph in p.phases for s in ph.stores]
         codes = {}
@@ -278,8 +220,7 @@ class _Printer:
             self._alloc(s.array)
             codes[s.array] = self.fresh()
             size = f"-(-{length} // {p.block})" if s in p.block_stores else length
-            dtype = "f32" if s.array.type == "float" else "i64"
-            out(f"{codes[s.array]} = np.zeros({size}, {dtype})")
+            out(f"{codes[s.array]} = np.zeros({size}, {_dtype(s.array)})")
         totals = [f for ph in p.phases for f in ph.folds if f.block is None]
         parts = {f: self.fresh() for f in totals}
         for name in parts.values():
@@ -311,7 +252,7 @@ class _Printer:
             out(f"{whole} = np.concatenate([np.zeros(0, {empty}), *{part}])")
             self._fold(f, f"len({whole})", whole)
 
-    def _compact(self, p: Compact) -> None:
+    def compact(self, p: ir.Compact) -> None:
         out = self.out
         length = self._len(p.length)
         for f in p.folds:
@@ -327,8 +268,7 @@ class _Printer:
         picked = []
         for s, text in zip(p.emits, emits, strict=True):
             picked.append(self.fresh())
-            dtype = "f32" if s.array.type == "float" else "i64"
-            out(f"{picked[-1]} = np.zeros({capacity}, {dtype})")
+            out(f"{picked[-1]} = np.zeros({capacity}, {_dtype(s.array)})")
             out(f"{picked[-1]}[: len({hits})] = _whole({text}, {length})[{hits}]")
         for e in walk([s.value for s in p.stores]):
             if e.op == "taken":
@@ -341,11 +281,11 @@ class _Printer:
         count = self.fresh()
         out(f"{count} = i64(len({hits}))")
         for other in self.kernel.passes:
-            for e in walk(pass_exprs(other)):
+            for e in walk(ir.pass_exprs(other)):
                 if e.op == "count" and e.attr is p.filter:
                     self.known[e] = count
 
-    def _order(self, p: Select | Sorting) -> None:
+    def order(self, p: ir.Select | ir.Sorting) -> None:
         sort, out = p.sort, self.out
         values = sort.values.name
         if sort.keys is not None:
@@ -357,12 +297,9 @@ class _Printer:
             name = self.fresh()
             loaded = f"_load({values}, {sort.values.storage!r}, len({values}))"
             out(f"{name} = _at({loaded}, {at})")
-            for other in self.kernel.passes:
-                for e in walk(pass_exprs(other)):
-                    if e.op == "pick" and e.attr is sort and e.args[0] is rank:
-                        self.known[e] = name
+            self.known.update({e: name for e in self.picks(sort) if e.args[0] is rank})
 
-    def _scan(self, p: Scan) -> None:
+    def scan(self, p: ir.Scan) -> None:
         f, out = p.fold, self.out
         assert f.kind != "or"
         length = self._len(f.length)
@@ -374,10 +311,7 @@ class _Printer:
         out.depth += 1
         text = {"sum": f"{acc} + item", "max": f"max({acc}, item)", "min": f"min({acc}, item)"}
         if f.kind == "fold":
-            assert f.combine is not None and f.carry is not None and f.item is not None
-            inner = {**self.known, f.carry: acc, f.item: "item"}
-            print_values([f.combine], out, self.spell, inner, self.fresh)
-            out(f"{acc} = {inner[f.combine]}")
+            self._combine(f, acc)
         else:
             out(f"{acc} = {text[f.kind]}")
         out(f"{rows}.append({acc})")
@@ -386,7 +320,7 @@ class _Printer:
         target = f"{p.array.name}[: len({rows})]"
         out(f"_save({target}, {p.array.storage!r}, np.array({rows}, {kind}))")
 
-    def _scatter(self, p: Scatter) -> None:
+    def scatter(self, p: ir.Scatter) -> None:
         out = self.out
         length = self._len(p.length)
         index, value = self.values([p.index, p.value])
@@ -401,7 +335,7 @@ class _Printer:
         total = self.fresh()
         self._alloc(p.array)
         if p.clear:
-            out(f"{total} = np.zeros({size}, {'f32' if p.array.type == 'float' else 'i64'})")
+            out(f"{total} = np.zeros({size}, {_dtype(p.array)})")
         else:
             out(f"{total} = _load({p.array.name}, {p.array.storage!r}, {size}).copy()")
         out(f"np.add.at({total}, {where}, _whole({value}, {length}))")

@@ -1,17 +1,29 @@
-"""What the passes of one kernel share: numbers they hand on, memory, names."""
+"""The state of printing one CPU kernel: its numbers, its memory and how its values are written.
+
+numba widens `int32 + int32` to 64 bits and `float32 * int64` to a double, so every narrow result
+is cast back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hipress.compll.backends.cpu.spell import DTYPES, PACKED, RANDOM, loaded, rep, spell, wide
-from hipress.compll.backends.render import Lines, host_values, print_values
-from hipress.compll.front.graph import Graph
-from hipress.compll.ir import STORAGE_BITS, Array, Expr, Fold, Kernel, walk
+from hipress.compll.backends.render import (
+    Known,
+    Lines,
+    MachinePrinter,
+    host_values,
+    machine_type,
+    wide_type,
+)
+from hipress.compll.ir import PACKED, RANDOM, STORAGE_BITS, Array, Expr, Fold, Kernel, walk
 
-Known = dict[Expr, str]
-"""Texts of values that are ready where code is being printed."""
+DTYPES = {"f32": "f32", "f16": "u16", "bf16": "u16", "i64": "i64", "u16": "u16", "u32": "u32"}
+"""NumPy type of a storage; the others are bytes."""
+
+MAX_RANGES = 64
+"""Most ranges of tiles that a pass is cut into: one for each thread."""
 
 
 @dataclass
@@ -24,15 +36,10 @@ class Slots:
     def int(self, key: object) -> str:
         return f"I[{self.ints.setdefault(key, len(self.ints))}]"
 
-    def float(self, key: object) -> str:
-        return f"F[{self.floats.setdefault(key, len(self.floats))}]"
-
     def of(self, type_: str, key: object) -> str:
-        return self.float(key) if type_ == "float" else self.int(key)
-
-
-MAX_RANGES = 64
-"""Most ranges of tiles that a pass is cut into: one for each thread."""
+        if type_ != "float":
+            return self.int(key)
+        return f"F[{self.floats.setdefault(key, len(self.floats))}]"
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Step:
-    """A function of the kernel, in the order they run."""
+    """A function of the kernel."""
 
     name: str
     tile: int
@@ -54,12 +61,27 @@ class Step:
     """Entry of I with the length of its domain; -1: one thread runs it whole."""
 
 
-class Shared:
-    """The state of printing one kernel."""
+class KernelPrinter(MachinePrinter):
+    """The names, numbers and memory that the passes of one kernel share."""
+
+    NOT = "(not {})"
+    SELECT = "({1} if {0} else {2})"
+    FLOAT = {
+        **MachinePrinter.FLOAT,
+        "div": "({} / {})",
+        "abs": "abs({})",
+        "floor": "np.floor({})",
+        "sqrt": "np.sqrt({})",
+        # In double precision, so that all backends round to the same bits.
+        "exp2": "f32(np.exp2(f64({})))",
+        "log2": "f32(np.log2(f64({})))",
+        "round_f16": "_from_f16(_to_f16({}))",
+    }
+    INT = {**MachinePrinter.INT, "abs": "abs({})"}
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-        self.graph = Graph()
+        super().__init__(kernel)
+        self.out = Lines()
         self.slots = Slots()
         for key in ("n", "seed0", "seed1", "stream", "step", "status"):
             self.slots.int(key)
@@ -69,29 +91,19 @@ class Shared:
         """Reductions of the whole gradient, and the tile of the pass they are in."""
         self.records: list[Record] = []
         self.steps: list[Step] = []
-        self._names = 0
         caller = kernel.input or kernel.output
         assert caller is not None
         self.memory = [caller.name, *(s.name for s in kernel.states)]
         self.args = ", ".join(["I", "F", "W", "body", *self.memory])
 
-    def fresh(self) -> str:
-        """A name that is not in use."""
-        self._names += 1
-        return f"v{self._names}"
-
-    def named(self, text: str, out: Lines) -> str:
-        """A name for `text`, unless it is one."""
-        if text.isidentifier():
-            return text
-        name = self.fresh()
-        out(f"{name} = {text}")
-        return name
-
     # Values.
 
+    def named(self, text: str, out: Lines) -> str:
+        """Returns a name for `text`, which is `text` itself if it is one."""
+        return text if text.isidentifier() else self.assign(text, out)
+
     def host(self, e: Expr) -> str:
-        """The slot (or literal) of a host value."""
+        """Returns the slot (or literal) of a host value."""
         if e.op == "const":
             return str(e.attr)
         if e.op == "n":
@@ -99,27 +111,18 @@ class Shared:
         return self.hosts.setdefault(e, self.slots.of(e.type, e))
 
     def known(self, roots: Iterable[Expr]) -> Known:
-        """Texts of values from outside a pass: host values and earlier results."""
+        """Returns the texts of values from outside a pass: host values and earlier results."""
         roots = list(roots)
-        texts: Known = {}
-        for e in host_values(roots):
-            texts[e] = _as_read(e, self.host(e))
+        texts = {e: self.as_read(e, self.host(e)) for e in host_values(roots)}
         for e in walk(roots):
             if e.op == "fold" and e.attr.block is None:
-                texts[e] = _as_read(e, self.slots.of(e.type, e.attr))
+                texts[e] = self.as_read(e, self.slots.of(e.type, e.attr))
             elif e.op in ("count", "pick"):
                 texts[e] = self.slots.of(e.type, e.attr if e.op == "count" else e)
         return texts
 
-    def print(self, roots: Iterable[Expr], out: Lines, known: Known) -> list[str]:
-        """Prints what some values need; gives their texts."""
-        roots = list(roots)
-        print_values(roots, out, self.spell, known, self.fresh)
-        return [known[r] for r in roots]
-
     def spell(self, e: Expr, args: list[str]) -> str:
-        """`spell`, and the ops that need memory or random numbers."""
-        if e.op in ("load", "load_clamped"):
+        if e.is_load:
             array: Array = e.attr
             if array.storage in PACKED and e.args[0].op != "const":
                 bits = STORAGE_BITS[array.storage]
@@ -131,18 +134,31 @@ class Shared:
         if e.op in RANDOM:
             rng = "rng" if len(args) == 1 else f"_keyed({args[1]})"
             return f"_{e.op}({args[0]}, {e.attr}, {rng})"
-        return spell(e, args)
+        return super().spell(e, args)
 
-    def combined(self, f: Fold, a: str, b: str, out: Lines) -> str:
-        """The text of a reduction's f(a, b)."""
-        if f.kind == "sum":
-            return f"{a} + {b}"
-        if f.kind in ("max", "min"):
-            # A NaN among the results of tiles must not get lost when they are joined.
-            return f"_{f.kind}{'_nan' if f.type == 'float' else ''}({a}, {b})"
+    def cast(self, text: str, machine: str) -> str:
+        return f"{machine}({text})"
+
+    def constant(self, e: Expr) -> str:
+        return str(e.attr) if e.type == "bool" else f"{machine_type(e)}({e.attr!r})"
+
+    def to_float(self, e: Expr, arg: str) -> str:
+        return f"f32({arg})"
+
+    def to_uint(self, e: Expr, arg: str) -> str:
+        top = 2**e.attr - 1
+        if e.args[0].type == "float":
+            return f"_sat_f32({arg})" if e.attr == 32 else f"_sat_f({arg}, {top})"
+        return f"{machine_type(e)}(_sat_i({arg}, {top}))"
+
+    def int_result(self, e: Expr, form: str, args: list[str], common: str) -> str:
+        text = form.format(*args)
+        return machine_type(e) + (text if form.startswith("(") else f"({text})")
+
+    def combined_by_program(self, f: Fold, a: str, b: str, out: Lines) -> str:
         assert f.combine is not None and f.carry is not None and f.item is not None
         known = {**self.known([f.combine]), f.carry: a, f.item: b}
-        return f"{wide(f.type)}({self.print([f.combine], out, known)[0]})"
+        return f"{wide_type(f.type)}({self.print([f.combine], out, known)[0]})"
 
     # Memory.
 
@@ -150,34 +166,31 @@ class Shared:
         """Prints a name for an array inside the payload or the scratch memory."""
         if array.name not in self.memory:
             pool = "W" if array.name.startswith("temp") else "body"
-            self._carved(array.name, pool, DTYPES.get(array.storage), out)
+            self.carve(array.name, pool, DTYPES.get(array.storage), out)
 
     def partial(self, f: Fold, tile: int) -> str:
-        """The name of the memory for a reduction's results, one per tile."""
+        """Returns the name of new memory for a reduction's results, one per tile."""
         self.partials.append((f, tile))
         return f"part{len(self.partials) - 1}"
 
-    def view_partial(self, name: str, f: Fold, out: Lines) -> None:
-        """Prints the name of that memory."""
-        self._carved(name, "W", wide(f.type), out)
-
     def record(self, storage: str, capacity: Expr) -> Record:
-        """New scratch memory for what each range of a filter pass takes."""
+        """Returns new scratch memory for what each range of a filter pass takes."""
         self.records.append(Record(f"record{len(self.records)}", storage, capacity))
         return self.records[-1]
 
     def view_record(self, record: Record, out: Lines) -> None:
         """Prints the name of that memory."""
-        self._carved(record.name, "W", DTYPES.get(record.storage), out)
+        self.carve(record.name, "W", DTYPES.get(record.storage), out)
 
     def ranges(self) -> str:
-        """Entries of I: the first tile of each range, then how many each range took."""
+        """Returns entries of I: the first tile of each range, then how many each range took."""
         first = self.slots.ints.setdefault(("range", 0), len(self.slots.ints))
         for k in range(1, 2 * MAX_RANGES):
             self.slots.int(("range", k))
         return f"I[{first} : {first + 2 * MAX_RANGES}]"
 
-    def _carved(self, name: str, pool: str, dtype: str | None, out: Lines) -> None:
+    def carve(self, name: str, pool: str, dtype: str | None, out: Lines) -> None:
+        """Prints a view of a piece of the payload or the scratch memory."""
         start, size = self.slots.int(("at", name)), self.slots.int(("bytes", name))
         view = f".view({dtype})" if dtype else ""
         out(f"{name} = {pool}[{start} : {start} + {size}]{view}")
@@ -199,17 +212,25 @@ class Shared:
         out(f"    hi = (length + {tile - 1}) // {tile}")
 
 
-def _as_read(e: Expr, slot: str) -> str:
-    """A slot's content in the machine type of the value."""
-    if e.type == "bool":
-        return f"({slot} != 0)"
-    return f"i32({slot})" if rep(e) == "i32" else slot
-
-
 def maximal(candidates: Iterable[Expr], roots: list[Expr], variance: int) -> list[Expr]:
-    """Those candidates that something more varying uses: worth a name before the loop."""
+    """Returns the candidates that something more varying uses: worth a name before the loop."""
     wanted = {r for r in roots if r.variance <= variance}
     for e in walk(roots):
         if e.variance > variance:
             wanted.update(a for a in e.args if a.variance <= variance)
     return [e for e in candidates if e in wanted and e.op != "const"]
+
+
+def stored(array: Array, text: str) -> str:
+    """Returns a value as it lies in an array."""
+    casts = {"f16": "_to_f16", "bf16": "_to_bf16", **dict.fromkeys(PACKED, "u8")}
+    return f"{casts.get(array.storage, array.storage)}({text})"
+
+
+def loaded(array: Array, text: str) -> str:
+    """Returns an array's element as a value."""
+    if array.storage in ("f16", "bf16"):
+        return f"_from_{array.storage}({text})"
+    if array.storage in (*PACKED, "u8", "u16"):
+        return f"i32({text})"
+    return f"i64({text})" if array.storage == "u32" else text
