@@ -4,6 +4,7 @@ import struct
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hipress
 
@@ -373,3 +374,46 @@ def test_an_exchange() -> None:
     states = [worker.init(g, stream=rank) for rank, g in enumerate(gradients)]
     mean = exchange(gradients, worker, states, aggregator, aggregator.init(gradients[0]))
     assert mean.count_nonzero() > 300  # the union: each worker sent 100 places
+
+
+def test_an_exchange_by_hand() -> None:
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # under torchrun: "gloo" alone
+    rank, num_workers = dist.get_rank(), dist.get_world_size()
+    parameters = list(torch.nn.Linear(64, 10).parameters())
+
+    worker = hipress.codec("onebit")
+    aggregator = worker.aggregator(num_workers)
+    stream = 0 if worker.shares_stream else rank
+    states = [worker.init(p, stream=stream) for p in parameters]  # one state per tensor
+    back_states = [aggregator.init(p) for p in parameters]
+
+    def exchange_gradients():
+        """Between backward() and the optimizer's step: each p.grad becomes the mean."""
+        for k, p in enumerate(parameters):
+            owner, payload = k % num_workers, worker.encode(p.grad, states[k])
+            frames = (
+                [torch.empty_like(payload) for _ in range(num_workers)] if rank == owner else None
+            )
+            dist.gather(payload, frames, dst=owner)
+            back = torch.empty(aggregator.wire_bytes(p.numel()), dtype=torch.uint8)
+            if rank == owner:  # decode, average and encode in one call
+                aggregator.merge(frames, worker, p.numel(), back_states[k], out=back)
+            dist.broadcast(back, src=owner)
+            aggregator.decode(back, out=p.grad)
+
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    exchange_gradients()
+    assert all(p.grad.abs().sum() > 0 for p in parameters)
+
+    bulk = worker.bulk([p.numel() for p in parameters])
+    flat = torch.zeros(bulk.numel)
+    state = bulk.init(flat, stream=stream)
+    for p, view in zip(parameters, bulk.views(flat), strict=True):
+        view.copy_(p.grad.view(-1))
+    payload = bulk.encode(flat, state)
+    assert payload.numel() == bulk.wire_bytes < sum(worker.wire_bytes(n) for n in bulk.numels)
+    bulk.decode(payload, out=flat)  # add=True and alpha as in decode
+    dist.destroy_process_group()
