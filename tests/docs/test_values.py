@@ -1,8 +1,9 @@
-"""More values of CompLL expressions than the tables of docs/compll.md show."""
+"""More values and programs of CompLL than docs/compll.md shows."""
 
 import pytest
 
-from tests.docs.test_docs import check_row
+from hipress.compll import build
+from tests.docs.test_docs import check_row, run_program
 
 PREFIX = {"number": "float r = {};", "array": "float* r = {};", "x": "{} float r = x;"}
 
@@ -49,3 +50,64 @@ VALUES = (
 def test_value(kind: str, expression: str, value: str) -> None:
     statement = PREFIX[kind].replace("{}", expression)
     check_row(statement, value, is_array=kind == "array")
+
+
+MASK = """
+void MaskEncode(float* gradient, uint8* compressed) {
+    uint32 key = random<int>(0, 1 << 30);
+    uint32* index = sample(range(gradient.size), max(1, gradient.size / 4), key);
+    compressed = concat(key, gather(gradient, index));
+}
+
+void MaskDecode(uint8* compressed, float* gradient) {
+    uint32 key;
+    float* value;
+    extract(compressed, key, value);
+    uint32* index = sample(range(gradient.size), max(1, gradient.size / 4), key);
+    gradient = scatter(index, value, gradient.size);
+}
+"""
+
+BLOCKED = """
+param Blocked {
+    int block = 256;
+}
+
+void BlockedEncode(float* gradient, uint8* compressed, Blocked p) {
+    per (p.block) {
+        float top = reduce(map(gradient, abs), 0.0, max);
+        uint4* code = map(gradient, [&](float g) -> uint4 { return floor(g / top * 7.0 + 7.5); });
+    }
+    compressed = concat(top, code);     // top: float*, one per block; code: as long as the gradient
+}
+
+void BlockedDecode(uint8* compressed, float* gradient, Blocked p) {
+    float top[blocks(gradient.size, p.block)];
+    uint4 code[gradient.size];
+    extract(compressed, top, code);
+    per (p.block) {
+        gradient = map(code, [&](uint4 c) -> float { return (c - 7) / 7.0 * top; });
+    }
+}
+"""
+
+DRIFT = """
+void DriftEncode(float* gradient, uint8* compressed, inout float* average) {
+    average = map(gradient, average, [&](float g, float old) -> float {
+        return 0.75 * old + 0.25 * g;
+    });
+    bfloat16* sent = average;
+    compressed = concat(sent);
+}
+
+void DriftDecode(uint8* compressed, float* gradient) {
+    bfloat16* sent;
+    extract(compressed, sent);
+    gradient = sent;
+}
+"""
+
+
+@pytest.mark.parametrize("text", [MASK, BLOCKED, DRIFT])
+def test_program(text: str) -> None:
+    run_program(build.parse_program(text))
