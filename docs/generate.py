@@ -64,7 +64,7 @@ def options() -> str:
 
 
 def traffic() -> str:
-    return _table(("codec", "encode", "decode", "decode_add"), map(_traffic_row, TRAFFIC))
+    return _table(("codec", "encode"), map(_traffic_row, TRAFFIC))
 
 
 TABLES = {"codecs": codecs, "options": options, "traffic": traffic}
@@ -101,13 +101,10 @@ def _traffic_row(expression: str) -> tuple[str, ...]:
     codec = hipress.codec(expression)
     if not isinstance(codec, ProgramCodec):
         raise TypeError(f"{expression} has no program whose memory traffic could be counted.")
-    cells = []
-    for kernel in codec.bound.kernels(variant=codec.variant):
-        found = cost(kernel)
-        moved = found.read_bytes + found.written_bytes
-        limit = f" ({8 / moved:.2f})" if moved else ""
-        cells.append(f"{found.read_bytes:g}+{found.written_bytes:g}{limit}")
-    return (f"`{expression}`", *cells)
+    encode, *_ = codec.bound.kernels(variant=codec.variant)
+    found = cost(encode)
+    limit = 8 / (found.read_bytes + found.written_bytes)
+    return (f"`{expression}`", f"{found.read_bytes:g}+{found.written_bytes:g} ({limit:.2f})")
 
 
 def _text(value: object) -> str:
