@@ -8,6 +8,18 @@ from tests.docs.test_docs import check_row, run_program
 PREFIX = {"number": "float r = {};", "array": "float* r = {};", "x": "{} float r = x;"}
 
 VALUES = (
+    ("number", "5 & 3 == 3", "1"),
+    ("array", "filter(range(a.size), [&](int i) -> uint1 { return a[i] < 1.0; })", "1, 3"),
+    ("number", "a[1]", "-1"),
+    ("number", "1 << 70", "0"),
+    ("number", "-7 / 2", "-3"),
+    ("number", "floor(-2.5)", "-3"),
+    (
+        "array",
+        "map(a, range(a.size), [&](float x, int i) -> float { return x + 10 * i; })",
+        "3, 9, 22, 30",
+    ),
+    ("x", "uint2 x = 2.9;", "2"),
     ("array", "range(a.size)", "0, 1, 2, 3"),
     ("array", "sample(a, a.size)", "3, -1, 2, 0"),
     ("x", "uint8 x = -3;", "0"),
