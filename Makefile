@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -37,6 +37,14 @@ test: check  ## everything CI runs
 bench: $(STAMP)  ## speed of the codecs beside memcpy
 	@$(BIN)/hipress bench codecs
 
+docs: $(VENV)/.docs-installed  ## build the documentation site in site/
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+$(VENV)/.docs-installed: $(STAMP)
+	@$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
+	@touch $@
+
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,4 +1,4 @@
-"""The recipes of docs/launch.md: what can be read without a cluster is read."""
+"""The recipes of docs/launch.md and examples/launch: what can be read without a cluster is read."""
 
 import json
 import os
@@ -12,10 +12,14 @@ import pytest
 from hipress.cli import run as cli
 from hipress.launch.hosts import Host, read_hosts
 
-PAGE = (Path(__file__).parents[2] / "docs/launch.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/launch.md").read_text("utf-8")
 
 
 def recipe(name):
+    path = ROOT / "examples" / "launch" / name
+    if path.exists():
+        return path.read_text("utf-8")
     (text,) = re.findall(rf"^```text {re.escape(name)}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     return text
 
