@@ -1,9 +1,22 @@
-"""Options of the whole test run, and what no test may leave behind."""
+"""Options of the whole test run, what runs when and where, and what no test may leave behind."""
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+from tests import grid
+from tests.codecs import cases
+
+LONGEST = (
+    "tests/gpu/test_interpreted.py",
+    "tests/session/test_auto.py",
+    "tests/torch/test_attach.py",
+    "tests/session/test_checkpoint.py",
+    "topk",
+)
+"""The groups that take longest: they start first, so that all processes end at about one time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,6 +25,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the golden files of rendered kernels anew instead of comparing with them",
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker and xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cells of the grid of codecs that are `full`, and groups tests for pytest-xdist."""
+    for item in items:
+        params: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+        case = params.get("case")
+        if isinstance(case, cases.Case) and not cases.quick(case, params):
+            item.add_marker(grid.full)
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(item, params)))
+    if getattr(config.option, "loadgroup", False):
+        first = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: first.get(_name(item), len(first)))
+
+
+def _group(item: pytest.Item, params: dict[str, Any]) -> str:
+    """Tests of one group run in one process: those of a file, or of one program in any file.
+
+    A kernel takes seconds to compile, and one that two processes need at the same time is compiled
+    in both.
+    """
+    case, codec = params.get("case"), params.get("codec", params.get("expr"))
+    if isinstance(case, cases.Case):
+        return case.name
+    names = [name for name in cases.NAMES if isinstance(codec, str) and name in codec]
+    return names[0] if names else item.nodeid.partition("::")[0]
+
+
+def _name(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    return str(marker.args[0]) if marker else ""
 
 
 @pytest.fixture(autouse=True)

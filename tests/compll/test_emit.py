@@ -24,6 +24,7 @@ from hipress.compll.passes.derive import Variant
 from hipress.compll.tools.emit import MARK, MAX_ARGS, Package, package_name
 from hipress.compll.tools.half import read_any
 from hipress.errors import ProgramError, UsageError
+from tests.grid import full, thinned
 
 SEED = Path(__file__).parent / "programs" / "TernGradEncode.pse"
 SIZES = (0, 1, 7, 1001)
@@ -68,7 +69,9 @@ def gradient(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 # The same bytes as hipress.codec.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", thinned([torch.float32, torch.float16, torch.bfloat16], (torch.float32,))
+)
 @pytest.mark.parametrize("numel", SIZES)
 def test_frames_and_residuals_equal_those_of_the_codec(terngrad, codec, numel, dtype):
     x = gradient(numel, dtype)
@@ -174,6 +177,7 @@ print(*names, "hipress" in sys.modules)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@full
 def test_inductor(folder):
     code = """
 import torch, terngrad

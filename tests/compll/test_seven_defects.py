@@ -16,6 +16,7 @@ import pytest
 from hipress.compll.backends.reference import prelude
 from hipress.compll.build import Bound, read_program
 from tests.compll.harness import RNG, decode, encode
+from tests.grid import crossed
 
 PROGRAM = Path(__file__).parent / "programs" / "TernGradEncode.pse"
 BACKENDS = ("reference", "cpu")
@@ -49,8 +50,7 @@ def test_the_program_is_the_published_one() -> None:
     assert digest == "a3eb348ff022a7db691fa7acd17877e3f7d2ff57ac755a4fa407c046987c9c02"
 
 
-@both
-@pytest.mark.parametrize("bitwidth", WIDTHS)
+@pytest.mark.parametrize(("backend", "bitwidth"), crossed(BACKENDS[::-1], WIDTHS))
 def test_it_compiles_unchanged_and_round_trips_within_a_step(backend: str, bitwidth: int) -> None:
     program = terngrad(bitwidth)
     for n in (1, 7, 8, 1000, 4097):
@@ -99,8 +99,7 @@ def test_3_reductions_run_in_float(backend: str) -> None:
     assert len(np.unique(y)) == 16 and np.abs(y - x).max() <= 1.25 / 15 + 1e-6
 
 
-@both
-@pytest.mark.parametrize("bitwidth", WIDTHS)
+@pytest.mark.parametrize(("backend", "bitwidth"), crossed(BACKENDS[::-1], WIDTHS))
 def test_4_no_element_is_lost_to_a_wrong_tail(backend: str, bitwidth: int) -> None:
     """Defect: the tail is size mod 2**bitwidth, and decode dropped as many elements.
 
