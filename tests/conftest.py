@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests import grid
+from tests import grid, kernels
 from tests.codecs import cases
 
 LONGEST = (
@@ -17,6 +17,8 @@ LONGEST = (
     "topk",
 )
 """The groups that take longest: they start first, so that all processes end at about one time."""
+BY_PROGRAM = ("tests/codecs/", "tests/casync/test_loopback.py", "tests/gpu/test_compiled.py")
+"""Where the tests of one program are a group."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the golden files of rendered kernels anew instead of comparing with them",
     )
+
+
+def pytest_configure() -> None:
+    kernels.compile_once()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker and xdist reads the groups
@@ -43,16 +49,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group(item: pytest.Item, params: dict[str, Any]) -> str:
-    """Tests of one group run in one process: those of a file, or of one program in any file.
+    """Tests of one group run in one process: those of a file, or of one program in some files.
 
-    A kernel takes seconds to compile, and one that two processes need at the same time is compiled
-    in both.
+    So a fixture of a module is made once, and no process waits for a kernel that another compiles.
     """
-    case, codec = params.get("case"), params.get("codec", params.get("expr"))
-    if isinstance(case, cases.Case):
-        return case.name
-    names = [name for name in cases.NAMES if isinstance(codec, str) and name in codec]
-    return names[0] if names else item.nodeid.partition("::")[0]
+    codec = params.get("case", params.get("codec", params.get("expr")))
+    text = codec.expr if isinstance(codec, cases.Case) else str(codec)
+    if item.nodeid.startswith(BY_PROGRAM):
+        for name in cases.NAMES:
+            if name in text:
+                return name
+    return item.nodeid.partition("::")[0]
 
 
 def _name(item: pytest.Item) -> str:

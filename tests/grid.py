@@ -16,18 +16,15 @@ import pytest
 full = pytest.mark.full
 
 
-def thinned(
-    cells: Iterable[Any], keep: Container[Any] | Callable[[Any], bool], **param: Any
-) -> list[Any]:
+def thinned(cells: Iterable[Any], keep: Container[Any] | Callable[[Any], bool]) -> list[Any]:
     """The cells of a parametrisation, those that are not to be kept marked `full`.
 
     Args:
-        cells: Values, tuples of them, or `pytest.param`.
+        cells: Values, tuples with a value for each name, or `pytest.param`.
         keep: The cells that `make test` runs, or a function that says so of a cell.
-        **param: Arguments of `pytest.param` for all cells.
     """
     chosen = keep if callable(keep) else keep.__contains__
-    return [cell if chosen(cell) else marked(cell, **param) for cell in cells]
+    return [cell if chosen(cell) else marked(cell) for cell in cells]
 
 
 def crossed(*axes: Sequence[Any]) -> list[Any]:
@@ -47,9 +44,26 @@ def crossed(*axes: Sequence[Any]) -> list[Any]:
     ]
 
 
-def marked(cell: Any, **param: Any) -> Any:
+def marked(cell: Any) -> Any:
     """A cell that only `make test-all` runs."""
     if hasattr(cell, "marks"):
         return pytest.param(*cell.values, id=cell.id, marks=[*cell.marks, full])
     values = cell if isinstance(cell, tuple) else (cell,)
-    return pytest.param(*values, marks=full, **param)
+    return pytest.param(*values, marks=full)
+
+
+def selected(request: pytest.FixtureRequest, test: str, *names: str) -> list[Any]:
+    """The values that a test of this module is run with, for a fixture that prepares them all.
+
+    Args:
+        request: Of the fixture.
+        test: The name of the test.
+        *names: Of its parameters; with several of them, the values are tuples.
+    """
+    found: list[Any] = []
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.module is request.module:
+            if item.originalname == test:
+                values = tuple(item.callspec.params[name] for name in names)
+                found.append(values if len(names) > 1 else values[0])
+    return [value for place, value in enumerate(found) if value not in found[:place]]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import hipress
+from tests.grid import full
 
 pytestmark = pytest.mark.alone
 
@@ -235,6 +236,7 @@ def test_import_hipress_is_quick():
     assert seconds_after_torch("import hipress") < MAX_IMPORT_S
 
 
+@full
 def test_the_check_of_import_time_can_fail():
     slow = f"import hipress; time.sleep({MAX_IMPORT_S})"
     assert seconds_after_torch(slow) >= MAX_IMPORT_S

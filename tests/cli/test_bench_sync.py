@@ -11,6 +11,7 @@ import torch
 
 from hipress.cli import _cluster, bench_sync
 from hipress.cli.main import main
+from tests.grid import full
 from tests.lab.conftest import refusal
 
 pytestmark = pytest.mark.alone
@@ -45,6 +46,7 @@ def check_row(row: dict[str, Any]) -> None:
         assert row["wire_bytes_per_rank"] < row["size_bytes"] / 16
 
 
+@full
 def test_on_a_shaped_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if (why := refusal()) is not None:
         pytest.skip(why)
@@ -102,6 +104,7 @@ def test_a_wrong_result_is_told_and_exit_1(
     )
 
 
+@full
 def test_a_rank_that_fails_is_one_line_and_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

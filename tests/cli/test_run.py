@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from hipress.cli.main import main
+from tests.grid import full
 
 HIPRESS = [sys.executable, "-c", "from hipress.cli.main import main; main()", "run"]
 
@@ -43,6 +44,7 @@ time.sleep(300)
 
 
 @pytest.mark.alone
+@full
 def test_ctrl_c_under_the_real_torchrun(tmp_path):
     program = subprocess.Popen(
         [*HIPRESS, "--nproc", "2", "--", "python", "-c", TRAP],
