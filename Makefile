@@ -33,14 +33,15 @@ check: $(STAMP)  ## lint, formatting and types
 # tests/conftest.py says which tests share a process, and in which order they start.
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
+ALONE = $(sort $(shell grep -rl --include='test_*.py' 'mark.alone' tests))
 
 test: check  ## lint, types, and enough of every test to trust a change (10 minutes)
 	$(PYTEST) $(PARALLEL) -m "not alone and not full"
-	$(PYTEST) -m "alone and not full"
+	$(PYTEST) -m "alone and not full" $(ALONE)
 
 test-all: $(STAMP)  ## what `make test` leaves out: the other cells of grids, long runs
 	$(PYTEST) $(PARALLEL) -m "full and not alone"
-	$(PYTEST) -m "full and alone"
+	$(PYTEST) -m "full and alone" $(ALONE)
 
 bench: $(STAMP)  ## speed of the codecs beside memcpy
 	@$(BIN)/hipress bench codecs
