@@ -17,8 +17,6 @@ import pytest
 import hipress
 from tests.grid import full
 
-pytestmark = pytest.mark.alone
-
 SRC = Path(hipress.__file__).parent
 
 # Modules that make one room; every other room is the folder (or file) of its own name.
@@ -232,11 +230,13 @@ def test_the_check_of_loaded_packages_can_fail():
     assert lazy_packages_loaded_by("import hipress, lark, rich.text") == {"lark", "rich"}
 
 
+@pytest.mark.alone
 def test_import_hipress_is_quick():
     assert seconds_after_torch("import hipress") < MAX_IMPORT_S
 
 
 @full
+@pytest.mark.alone
 def test_the_check_of_import_time_can_fail():
     slow = f"import hipress; time.sleep({MAX_IMPORT_S})"
     assert seconds_after_torch(slow) >= MAX_IMPORT_S

@@ -14,8 +14,6 @@ from hipress.cli.main import main
 from tests.grid import full
 from tests.lab.conftest import refusal
 
-pytestmark = pytest.mark.alone
-
 FIELDS = {
     "codec", "strategy", "rate", "hosts", "size_bytes", "seconds_median",
     "baseline_seconds_median", "baseline_bf16_seconds_median", "speedup", "wire_bytes_per_rank",
@@ -47,6 +45,7 @@ def check_row(row: dict[str, Any]) -> None:
 
 
 @full
+@pytest.mark.alone
 def test_on_a_shaped_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if (why := refusal()) is not None:
         pytest.skip(why)
@@ -149,6 +148,7 @@ def test_cuda_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch sees none here; choose cpu" in capsys.readouterr().err
 
 
+@pytest.mark.alone
 def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "f.json"
     assert bench("--overhead", "--codec", "none", "--json", str(path)) == 0

@@ -14,8 +14,6 @@ from hipress.cli.main import main
 from tests.grid import full
 from tests.lab.conftest import refusal
 
-pytestmark = pytest.mark.alone
-
 FIELDS = {
     "model", "rate", "variant", "codec", "strategy", "note", "hosts", "device", "num_parameters",
     "batch", "repeats", "steps", "seconds_median", "seconds_p20", "seconds_p80", "compute_seconds",
@@ -72,6 +70,7 @@ def test_all_hooks_and_ours_on_loopback(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @full
+@pytest.mark.alone
 def test_on_a_shaped_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if (why := refusal()) is not None:
         pytest.skip(why)

@@ -24,8 +24,6 @@ from hipress.profile import Profile
 from hipress.train.models import MODELS
 from tests.grid import full
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(autouse=True)
 def not_in_a_job(monkeypatch):
@@ -41,6 +39,7 @@ def profile(*arguments: str) -> int:
 
 
 @full
+@pytest.mark.alone
 def test_measures_links_codecs_and_a_model_on_loopback(tmp_path, capsys):
     path = tmp_path / "p.json"
     arguments = ("--loopback", "--hosts", "2", "--model", "mlp", "--codecs", "none,onebit")

@@ -26,7 +26,6 @@ time.sleep(300)
 """
 
 
-@pytest.mark.alone
 def test_ranks_on_this_machine_under_the_real_torchrun():
     command = [*HIPRESS, "--nproc", "2", "--", "python", "-c", AGREE, "--log", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -65,13 +65,13 @@ SIXTEEN_CASES = [
     for case in CASES
     if backend == "reference" or case.expr in SIXTEEN_ON_CPU[dtype]
 ]
-SIXTEEN_QUICK = (("none", "float16"), ("topk", "float16"), ("onebit", "bfloat16"))
+SIXTEEN_QUICK = (("none", "float16"), ("onebit", "bfloat16"))
 SIXTEEN_CASES = thinned(
     SIXTEEN_CASES,
     lambda p: p.values[0] == "reference" or (p.values[1].expr, p.values[2]) in SIXTEEN_QUICK,
 )
 # Several threads call each pass from outside, which numba compiles once more (2 s).
-THREADED_QUICK = ("onebit", "ef(terngrad)", "topk")
+THREADED_QUICK = ("onebit", "topk")
 THREADED = [
     c
     for c in CASES

@@ -162,6 +162,7 @@ def run_fresh(code: str, folder: Path) -> str:
     return done.stdout
 
 
+@full
 def test_in_a_fresh_process_the_import_alone_makes_the_operators(folder):
     code = """
 import sys, torch, terngrad
@@ -308,6 +309,7 @@ def test_awkward_names_become_arguments(named):
 
 
 @pytest.mark.parametrize("backend", ["none", "eager", "aot_eager"])
+@full
 def test_awkward_names_work(named, backend):
     path, package = named
     options = {"p_global": 7.0, "self": 11.0, "mode": 12.0, "p_def": 13.0, "mu": 0.25}
@@ -477,6 +479,7 @@ def test_what_a_half_cannot_do(tmp_path):
         bound.kernels()
 
 
+@full
 def test_scratch_memory_is_kept_for_the_next_call(terngrad):
     residual = torch.zeros(300_000)
     terngrad.encode(gradient(300_000), residual, step=0)
