@@ -13,8 +13,10 @@ LONGEST = (
     "tests/gpu/test_interpreted.py",
     "tests/session/test_auto.py",
     "tests/torch/test_attach.py",
+    "tests/train/test_job.py",
     "tests/session/test_checkpoint.py",
     "topk",
+    "dithering",
 )
 """The groups that take longest: they start first, so that all processes end at about one time."""
 BY_PROGRAM = ("tests/codecs/", "tests/casync/test_loopback.py", "tests/gpu/test_compiled.py")
