@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench docs clean
+.PHONY: help setup demo test test-all mutants check bench docs clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
 
 setup: $(STAMP)  ## make .venv with everything needed to run and test
 	@echo "ready: $(BIN)/hipress --help"
@@ -30,9 +30,18 @@ check: $(STAMP)  ## lint, formatting and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test: check  ## everything CI runs
-	$(BIN)/python -m pytest -n auto -m "not alone"
-	$(BIN)/python -m pytest -m alone
+# tests/conftest.py says which tests share a process, and in which order they start.
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
+ALONE = $(sort $(shell grep -rl --include='test_*.py' 'mark.alone' tests))
+
+test: check  ## lint, types, and enough of every test to trust a change (10 minutes)
+	$(PYTEST) $(PARALLEL) -m "not alone and not full"
+	$(PYTEST) -m "alone and not full" $(ALONE)
+
+test-all: $(STAMP)  ## what `make test` leaves out: the other cells of grids, long runs
+	$(PYTEST) $(PARALLEL) -m "full and not alone"
+	$(PYTEST) -m "full and alone" $(ALONE)
 
 bench: $(STAMP)  ## speed of the codecs beside memcpy
 	@$(BIN)/hipress bench codecs

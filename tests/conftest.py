@@ -1,13 +1,31 @@
-"""Options of the whole test run, and what no test may leave behind."""
+"""Options of the whole test run, what runs when and where, and what no test may leave behind."""
 
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests import grid, kernels
+from tests.codecs import cases
+
+
 # Some virtual machines report AMX and forbid it: bfloat16 in torch then ends the process (SIGILL).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+LONGEST = (
+    "tests/gpu/test_interpreted.py",
+    "tests/session/test_auto.py",
+    "tests/torch/test_attach.py",
+    "tests/train/test_job.py",
+    "tests/session/test_checkpoint.py",
+    "topk",
+    "dithering",
+)
+"""The groups that take longest: they start first, so that all processes end at about one time."""
+BY_PROGRAM = ("tests/codecs/", "tests/casync/test_loopback.py", "tests/gpu/test_compiled.py")
+"""Where the tests of one program are a group."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,6 +34,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the golden files of rendered kernels anew instead of comparing with them",
     )
+
+
+def pytest_configure() -> None:
+    kernels.compile_once()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker and xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cells of the grid of codecs that are `full`, and groups tests for pytest-xdist."""
+    for item in items:
+        params: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+        case = params.get("case")
+        if isinstance(case, cases.Case) and not cases.quick(case, params):
+            item.add_marker(grid.full)
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(item, params)))
+    if getattr(config.option, "loadgroup", False):
+        first = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: first.get(_name(item), len(first)))
+
+
+def _group(item: pytest.Item, params: dict[str, Any]) -> str:
+    """Tests of one group run in one process: those of a file, or of one program in some files.
+
+    So a fixture of a module is made once, and no process waits for a kernel that another compiles.
+    """
+    codec = params.get("case", params.get("codec", params.get("expr")))
+    text = codec.expr if isinstance(codec, cases.Case) else str(codec)
+    if item.nodeid.startswith(BY_PROGRAM):
+        for name in cases.NAMES:
+            if name in text:
+                return name
+    return item.nodeid.partition("::")[0]
+
+
+def _name(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    return str(marker.args[0]) if marker else ""
 
 
 @pytest.fixture(autouse=True)

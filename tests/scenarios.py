@@ -21,6 +21,8 @@ import threading
 import time
 import traceback
 
+from tests import kernels
+
 LIMIT_S = 60.0
 """No process lives longer, unless its script says so."""
 PORTS = range(10_000, 32_000)
@@ -124,6 +126,7 @@ def main(functions, *, thorough=True, limit_s=LIMIT_S):
             each a second, unless a scenario says `thorough` itself.
         limit_s: No process lives longer.
     """
+    kernels.compile_once()
     stages = json.loads(sys.argv[1])
     rank, number = int(os.environ["RANK"]), 0
     for stage in stages:

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 import hipress
-
-pytestmark = pytest.mark.alone
+from tests.grid import full
 
 SRC = Path(hipress.__file__).parent
 
@@ -324,10 +323,13 @@ def test_the_check_of_loaded_packages_can_fail():
     assert lazy_packages_loaded_by("import hipress, lark, rich.text") == {"lark", "rich"}
 
 
+@pytest.mark.alone
 def test_import_hipress_is_quick():
     assert seconds_after_torch("import hipress") < MAX_IMPORT_S
 
 
+@full
+@pytest.mark.alone
 def test_the_check_of_import_time_can_fail():
     slow = f"import hipress; time.sleep({MAX_IMPORT_S})"
     assert seconds_after_torch(slow) >= MAX_IMPORT_S

@@ -12,6 +12,7 @@ from hipress.casync.ranks import agreement
 from hipress.casync.ranks.agreement import Agreement, difference
 from hipress.errors import AgreementError, PeerError
 from tests.casync.harness import outcomes, run
+from tests.grid import full
 
 pytestmark = pytest.mark.alone
 
@@ -115,7 +116,9 @@ def test_another_call_is_named_before_its_facts():
         assert "call ('allreduce of 0' on rank 0, 'allreduce of 1' on rank 1)" in str(result)
 
 
-@pytest.mark.parametrize("absent", [(2,), (1, 3), (0,)])
+@pytest.mark.parametrize(
+    "absent", [pytest.param((2,), marks=full), (1, 3), pytest.param((0,), marks=full)]
+)
 def test_a_rank_that_never_comes_is_named_in_time(absent, monkeypatch):
     monkeypatch.setattr(agreement, "GRACE_S", 1.0)
     found = council(4, lambda c, rank: c.agree("tea", {}), timeout_s=1.0, absent=absent)

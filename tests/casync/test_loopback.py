@@ -3,6 +3,7 @@
 Gradients of fewer than 2**17 elements are one chunk; larger ones are cut.
 """
 
+import itertools
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from hipress.casync.graphs.graph import Kind
 from hipress.casync.graphs.strategies import STRATEGIES
 from hipress.errors import FrameError, PeerError, UsageError
 from tests.casync.harness import Reference, gradient, mean_of, outcomes, run
+from tests.grid import crossed, thinned
 
 FAMILIES = (
     "none",
@@ -77,8 +79,7 @@ def assert_same_bits(a, b):
 # --- promise 1: replicas agree bit for bit --------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("codec", FAMILIES)
+@pytest.mark.parametrize(("codec", "strategy"), crossed(FAMILIES, [*STRATEGIES]))
 def test_replicas_agree_bit_for_bit(codec, strategy):
     for num_ranks in (1, 2, 3, 4):
         found = run(num_ranks, sync_all(codec, strategy), hosts=HOSTS)
@@ -91,8 +92,7 @@ def test_replicas_agree_bit_for_bit(codec, strategy):
             assert not found[0][2].equal(gradient(70_001, 0))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("codec", FAMILIES)
+@pytest.mark.parametrize(("codec", "strategy"), crossed(FAMILIES, [*STRATEGIES]))
 def test_a_rerun_with_or_without_tags_gives_the_same_bits(codec, strategy):
     work = sync_all(codec, strategy, sizes=((LARGE, 5, 70_001, 9),))
     first, again, ordered = (
@@ -103,8 +103,7 @@ def test_a_rerun_with_or_without_tags_gives_the_same_bits(codec, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("codec", FIXED)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("codec", "num_ranks"), crossed(FIXED, [4, 3, 2, 1]))
 def test_a_sync_is_what_the_slow_reference_computes(codec, strategy, num_ranks):
     hosts = [0, 0, 1, 1][:num_ranks]
     sizes, steps = (1, 7, 4097), 3
@@ -130,8 +129,7 @@ def test_a_sync_is_what_the_slow_reference_computes(codec, strategy, num_ranks):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(("num_ranks", "ordered"), crossed([1, 2, 3, 4, 7], [False, True]))
 def test_none_is_the_exact_mean(strategy, num_ranks, ordered):
     sizes = (*SIZES, (LARGE,))
     hosts = [str(rank // 2) for rank in range(num_ranks)]
@@ -169,12 +167,14 @@ def residual_of(engine, name, kind, numel):
     return whole
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "codec",
-    ["onebit", "topk(ratio=0.05)", "int8", "tbq(tau=0.5)", "dgc(ratio=0.05, momentum=0)"],
+    ("codec", "num_ranks", "numel"),
+    crossed(
+        ["onebit", "topk(ratio=0.05)", "int8", "tbq(tau=0.5)", "dgc(ratio=0.05, momentum=0)"],
+        [4, 3, 2, 1],
+        [LARGE, 4097],
+    ),
 )
-@pytest.mark.parametrize("numel", [4097, LARGE])
 def test_what_arrived_and_what_waits_is_what_was_given(codec, num_ranks, numel):
     steps = 5
 
@@ -224,8 +224,7 @@ def test_the_mean_of_many_steps_arrives(strategy, codec):
 # --- promise 4: bad numbers stay visible ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("codec", FAMILIES)
+@pytest.mark.parametrize(("codec", "strategy"), crossed(FAMILIES, [*STRATEGIES]))
 def test_a_bad_number_reaches_every_rank_and_no_residual(codec, strategy):
     bad_rank, place = 1, 150_000
     layout = partitions.cut([LARGE], 3)
@@ -294,9 +293,11 @@ def test_without_pipelining_the_bits_are_the_same(codec):
 # --- tensors of every kind ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("codec", ["none", "onebit", "terngrad"])
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "codec"),
+    crossed([*STRATEGIES], [torch.bfloat16, torch.float16], ["none", "onebit"])
+    + thinned(itertools.product(STRATEGIES, [torch.bfloat16, torch.float16], ["terngrad"]), ()),
+)
 def test_sixteen_bits(strategy, dtype, codec):
     sizes = (70_001, 1000, 9, LARGE)
 

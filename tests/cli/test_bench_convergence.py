@@ -15,6 +15,7 @@ from hipress.cli._convergence_rank import Config
 from hipress.cli.main import main
 from hipress.train.compare import compare
 from hipress.train.convergence import TASKS
+from tests.grid import full
 from tests.lab.conftest import refusal
 
 QUICK = ("--data", "digits", "--steps", "4", "--seeds", "2", "--codecs", "onebit,topk(ratio=0.1)")
@@ -157,6 +158,7 @@ HOSTS = ("--data", "digits", "--steps", "12", "--hosts", "2", "--timeout", "100"
 
 
 @pytest.mark.alone
+@full
 def test_ranks_reach_what_virtual_workers_reach(capsys: pytest.CaptureFixture[str]) -> None:
     codecs = "onebit,momentum(onebit),dgc(ratio=0.01)"
     assert bench(*HOSTS, "--loopback", "--seeds", "2", "--codecs", codecs, "--json", "-") == 0
@@ -186,6 +188,7 @@ def test_ranks_reach_what_virtual_workers_reach(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.alone
+@full
 def test_on_a_shaped_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if (why := refusal()) is not None:
         pytest.skip(why)

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from hipress.cli.bench import app
 from hipress.errors import UsageError
+from tests.grid import full
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ def test_bad_input_is_one_sentence(options, text):
 
 
 @pytest.mark.alone
+@full
 def test_it_simulates_and_measures(tmp_path):
     """Catches: a simulator that is shown what it must predict, or rows that are missing."""
     path = tmp_path / "rows.json"

@@ -11,9 +11,8 @@ import torch
 
 from hipress.cli import _cluster, bench_sync
 from hipress.cli.main import main
+from tests.grid import full
 from tests.lab.conftest import refusal
-
-pytestmark = pytest.mark.alone
 
 FIELDS = {
     "codec", "strategy", "rate", "hosts", "size_bytes", "seconds_median",
@@ -45,6 +44,8 @@ def check_row(row: dict[str, Any]) -> None:
         assert row["wire_bytes_per_rank"] < row["size_bytes"] / 16
 
 
+@full
+@pytest.mark.alone
 def test_on_a_shaped_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if (why := refusal()) is not None:
         pytest.skip(why)
@@ -102,6 +103,7 @@ def test_a_wrong_result_is_told_and_exit_1(
     )
 
 
+@full
 def test_a_rank_that_fails_is_one_line_and_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +148,7 @@ def test_cuda_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch sees none here; choose cpu" in capsys.readouterr().err
 
 
+@pytest.mark.alone
 def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "f.json"
     assert bench("--overhead", "--codec", "none", "--json", str(path)) == 0

@@ -11,9 +11,8 @@ import torch
 
 from hipress.cli import _cluster, bench_train
 from hipress.cli.main import main
+from tests.grid import full
 from tests.lab.conftest import refusal
-
-pytestmark = pytest.mark.alone
 
 FIELDS = {
     "model", "rate", "variant", "codec", "strategy", "note", "hosts", "device", "num_parameters",
@@ -70,6 +69,8 @@ def test_all_hooks_and_ours_on_loopback(capsys: pytest.CaptureFixture[str]) -> N
     assert "onebit" in captured.err and "one bucket" in captured.err  # the table
 
 
+@full
+@pytest.mark.alone
 def test_on_a_shaped_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if (why := refusal()) is not None:
         pytest.skip(why)
@@ -108,6 +109,7 @@ def test_ranks_that_differ_are_told_and_exit_1(
     )
 
 
+@full
 def test_a_rank_that_fails_is_one_line_and_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from hipress.cli import demo as command
 from hipress.cli._demo_view import demo_view
 from hipress.cli.main import main
 from hipress.errors import LabError
+from tests.grid import full
 from tests.scenarios import refusal
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -22,6 +23,7 @@ def run(*argv):
 
 @pytest.mark.alone
 @pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+@full
 def test_the_demo(tmp_path, capsys):
     """Catches: a demo that does not speed up, learn, count bytes, or draw."""
     plot, out = tmp_path / "p.png", tmp_path / "o.json"
@@ -40,6 +42,7 @@ def test_the_demo(tmp_path, capsys):
 
 
 @pytest.mark.alone
+@full
 def test_without_links_it_says_so_and_ends_well(tmp_path, capsys, monkeypatch):
     """Catches: a traceback, or a non-zero exit, where a container forbids namespaces."""
     real = command._refusal

@@ -22,8 +22,7 @@ from hipress.cli.main import main
 from hipress.cli.profile import config, in_a_job
 from hipress.profile import Profile
 from hipress.train.models import MODELS
-
-pytestmark = pytest.mark.alone
+from tests.grid import full
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +38,8 @@ def profile(*arguments: str) -> int:
     return stopped.value.code
 
 
+@full
+@pytest.mark.alone
 def test_measures_links_codecs_and_a_model_on_loopback(tmp_path, capsys):
     path = tmp_path / "p.json"
     arguments = ("--loopback", "--hosts", "2", "--model", "mlp", "--codecs", "none,onebit")

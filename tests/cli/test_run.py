@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from hipress.cli.main import main
+from tests.grid import full
 
 HIPRESS = [sys.executable, "-c", "from hipress.cli.main import main; main()", "run"]
 
@@ -25,7 +26,6 @@ time.sleep(300)
 """
 
 
-@pytest.mark.alone
 def test_ranks_on_this_machine_under_the_real_torchrun():
     command = [*HIPRESS, "--nproc", "2", "--", "python", "-c", AGREE, "--log", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -43,6 +43,7 @@ time.sleep(300)
 
 
 @pytest.mark.alone
+@full
 def test_ctrl_c_under_the_real_torchrun(tmp_path):
     program = subprocess.Popen(
         [*HIPRESS, "--nproc", "2", "--", "python", "-c", TRAP],

@@ -7,12 +7,15 @@ alone, so that what tests compare with is a second opinion.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from tests.grid import thinned
 
 BACKENDS = ("reference", "cpu")
 SIZES = (0, 1, 7, 8, 4095, 4096, 4097, 10007)
@@ -364,6 +367,30 @@ WIRE = (*PLAIN, *DGC)
 """One case for each kind of frame."""
 CASES = (*PLAIN, *FEEDBACK, *MOMENTUM, *DGC)
 STATEFUL = tuple(c for c in CASES if c.feedback or c.mu is not None)
+NAMES = tuple(sorted({c.name for c in CASES} - {"none"}, key=len, reverse=True))
+
+# `make test` compiles the kernels of these cases: every program, every option that makes another
+# loop, every wrapper. The others are compiled in `make test-all`, and interpreted in both.
+QUICK = (
+    *("none", "fp16", "bf16", "int8(ef=false)", "onebit(ef=false)", "tbq(ef=false)"),
+    *("onebit(block=64, means=2, ef=false)", "minmax(bits=4)", "terngrad"),
+    *("dithering", "dithering(levels=9, partition=natural, norm=l2)", "graddrop(ef=false)"),
+    *("topk(ef=false)", "topk(exact=true, ef=false)", "randomk(ef=false)"),
+    *("int8", "onebit", "topk", "ef(terngrad)", MOMENTUM[0].expr, DGC[2].expr),
+)
+QUICK_SIZES = (7, 4097)
+"""The sizes that `make test` tries with other cases."""
+
+
+def compiled(cases: Sequence[Case]) -> list[Any]:
+    """The cases of a test that compiles kernels for each of them, all but QUICK marked `full`."""
+    return thinned(cases, lambda case: case.expr in QUICK)
+
+
+def quick(case: Case, params: Mapping[str, Any]) -> bool:
+    """Whether `make test` runs a test with this case, a backend and a size n, where it has them."""
+    size = params.get("n", QUICK_SIZES[0])
+    return case.expr in QUICK or (params.get("backend") != "cpu" and size in QUICK_SIZES)
 
 
 def gaussian(n: int, seed: int = 0) -> torch.Tensor:

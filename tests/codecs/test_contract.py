@@ -36,9 +36,11 @@ from tests.codecs.cases import (
     WARMUP,
     WIRE,
     Case,
+    compiled,
     gaussian,
     ulps,
 )
+from tests.grid import thinned
 
 FEW_ULPS = 16
 """A scale from a float sum: lanes add up in another order on each backend (4 ulp were seen)."""
@@ -63,7 +65,13 @@ SIXTEEN_CASES = [
     for case in CASES
     if backend == "reference" or case.expr in SIXTEEN_ON_CPU[dtype]
 ]
+SIXTEEN_QUICK = (("none", "float16"), ("onebit", "bfloat16"))
+SIXTEEN_CASES = thinned(
+    SIXTEEN_CASES,
+    lambda p: p.values[0] == "reference" or (p.values[1].expr, p.values[2]) in SIXTEEN_QUICK,
+)
 # Several threads call each pass from outside, which numba compiles once more (2 s).
+THREADED_QUICK = ("onebit", "topk")
 THREADED = [
     c
     for c in CASES
@@ -71,6 +79,7 @@ THREADED = [
     in ("fp16", "int8", "onebit", "minmax(bits=2)", "ef(terngrad)", "topk", "topk(exact=true)",
         "dithering(levels=100, norm=l2)", "randomk", DGC[2].expr, MOMENTUM[0].expr)
 ]  # fmt: skip
+THREADED = thinned(THREADED, lambda c: c.expr in THREADED_QUICK)
 # Each variant of a program brings a copy of its decode kernels, the same text compiled again.
 DECODING = [*WIRE, *(c for c in CASES if c.expr in ("onebit", "topk", MOMENTUM[0].expr))]
 
@@ -288,14 +297,11 @@ def test_16_bit_input(
     assert all(s.dtype == torch.float32 for name, s in states[0].items() if s.numel() > 1)
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN)
-@pytest.mark.parametrize("case", CASES, ids=ids)
+@pytest.mark.parametrize("backend, case, dtype", [p for p in SIXTEEN_CASES if p.values[0] == "cpu"])
 def test_16_bit_input_is_not_widened_in_memory(
-    case: Case, dtype: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, case: Case, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if case.expr not in SIXTEEN_ON_CPU[dtype]:
-        return
-    use(monkeypatch, "cpu")
+    use(monkeypatch, backend)
     seen: list[Any] = []
     asked: list[int] = []
     flat, scratch = tensors.flat, tensors.scratch
@@ -703,7 +709,7 @@ def test_bad_number_stays_out_of_dgc(case: Case, bad: float, backend: str) -> No
             assert torch.equal(state["velocity"][others], torch.where(sent, 0.0, u)[others])
 
 
-@pytest.mark.parametrize("case", FEEDBACK, ids=ids)
+@pytest.mark.parametrize("case", compiled(FEEDBACK), ids=ids)
 def test_backends_leave_the_same_residual_beside_a_bad_number(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -732,7 +738,7 @@ INPUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@every_case
+@pytest.mark.parametrize("case", compiled(CASES), ids=ids)
 @pytest.mark.parametrize("kind", INPUTS)
 def test_backends_agree(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     c = hipress.codec(case.expr)

@@ -18,6 +18,7 @@ import pytest
 
 import hipress
 from hipress.codecs.table import TABLE
+from tests.grid import full
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "hipress-maxsign"
@@ -113,6 +114,7 @@ def test_the_example_package(tmp_path: Path) -> None:
     check_use(run(USE, tmp_path, EXAMPLE / "src"))
 
 
+@full
 def test_the_example_package_installed_by_pip(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     # A copy: a build leaves its folders beside the sources.
@@ -210,6 +212,7 @@ UNUSABLE = {
 }
 
 
+@full
 def test_names_that_no_expression_can_use_are_told_and_not_listed(tmp_path: Path) -> None:
     install(tmp_path, {**example_points(), **dict.fromkeys(UNUSABLE, "hipress_maxsign:SPEC")})
     code = """
@@ -231,6 +234,7 @@ print(json.dumps([*found, told_in_log.getvalue().splitlines()]))
 # --- walking over all of them --------------------------------------------------------------------
 
 
+@full
 def test_a_broken_package_does_not_stop_the_line_up(tmp_path: Path) -> None:
     install(tmp_path, example_points(), "hipress-maxsign")
     install(tmp_path, {"gone": BROKEN["gone"][0], "odd": "odd_module:SPEC"}, "broken")

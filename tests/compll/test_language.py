@@ -5,6 +5,8 @@ Many expressions share a program, because compiling is what takes the time.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -12,8 +14,11 @@ from hipress.compll.build import parse_program
 from hipress.compll.passes.derive import Variant
 from hipress.errors import UsageError
 from tests.compll.harness import bound, decode, encode, run
+from tests.grid import thinned
 
 both = pytest.mark.parametrize("backend", ["reference", "cpu"])
+long = pytest.mark.parametrize("backend", thinned(["reference", "cpu"], keep=("reference",)))
+"""Of tests whose kernels take long to compile; random programs try the same there."""
 F32 = np.float32
 
 
@@ -151,8 +156,13 @@ def check_numbers(mode: str, body: np.ndarray) -> None:
     assert not wrong, wrong
 
 
-@both
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    thinned(
+        itertools.product(["reference", "cpu"], MODES),
+        lambda cell: cell[0] == "reference" or cell[1] == "element",
+    ),
+)
 def test_numbers(backend: str, mode: str) -> None:
     check_numbers(mode, encode(bound(chosen_by_index(mode)), backend, GIVEN)[1])
 
@@ -224,7 +234,7 @@ REDUCED = {
 }
 
 
-@both
+@long
 def test_arrays(backend: str) -> None:
     made = [f"float* t{k} = {text};" for k, text in enumerate(ARRAYS)]
     names = ", ".join(f"t{k}" for k in range(len(ARRAYS)))
@@ -243,7 +253,7 @@ def test_arrays(backend: str) -> None:
     assert start == len(body)
 
 
-@both
+@long
 def test_reductions(backend: str) -> None:
     made = [f"float r{k} = {text};" for k, text in enumerate(REDUCED)]
     names = [f"r{k}" for k in range(len(REDUCED))]
@@ -252,7 +262,7 @@ def test_reductions(backend: str) -> None:
     assert not wrong, wrong
 
 
-@both
+@long
 def test_a_sample_takes_one_element_of_each_stretch(backend: str) -> None:
     text = """
 void XEncode(float* g, uint8* c) { float* s = sample(g, 7); c = concat(s); }
@@ -314,7 +324,12 @@ void XDecode(uint8* c, float* g, Shape p) {
 """
 
 
-@pytest.mark.parametrize(("backend", "odd"), [("reference", 0), ("reference", 1), ("cpu", 0)])
+@pytest.mark.parametrize(
+    ("backend", "odd"),
+    thinned(
+        [("reference", 0), ("reference", 1), ("cpu", 0)], keep=[("reference", 0), ("reference", 1)]
+    ),
+)
 def test_lambdas_branches_shadowing_and_parameters(backend: str, odd: int) -> None:
     program = bound(LAMBDAS, {"bias": 0.125, "odd": odd})
     _, body, _ = encode(program, backend, A)

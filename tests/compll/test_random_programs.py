@@ -20,6 +20,7 @@ from hipress.compll.passes.derive import PLAIN, Variant
 from hipress.compll.passes.schedule import NotFusable
 from tests.compll.generate import Program, programs
 from tests.compll.harness import Result, bound, run, run_oracle
+from tests.grid import thinned
 
 FACTOR = float(os.environ.get("HIPRESS_TEST_PROGRAMS", "1"))
 SIZES = (1, 7, 8, 63, 64, 65, 200, 2047, 2048, 2049, 5000)
@@ -140,22 +141,31 @@ def against_reference(program: Program, case: tuple[str, int, int], variant: Var
         assert a.tobytes() == b.tobytes()
 
 
-@quiet(200)
-@given(program=programs(), case=cases, variant=variants)
-def test_reference_means_what_the_oracle_means(
-    program: Program, case: tuple[str, int, int], variant: Variant
-) -> None:
-    show(program, case)
-    kind, n, seed = case
-    try:
-        against_oracle(program, (kind, min(n, 2049), seed), variant)
-    except NotFusable:
-        return
+@pytest.mark.parametrize("num_programs", thinned([60, 200], keep=(60,)))
+def test_reference_means_what_the_oracle_means(num_programs: int) -> None:
+    @quiet(num_programs)
+    @given(program=programs(), case=cases, variant=variants)
+    def holds(program: Program, case: tuple[str, int, int], variant: Variant) -> None:
+        show(program, case)
+        kind, n, seed = case
+        try:
+            against_oracle(program, (kind, min(n, 2049), seed), variant)
+        except NotFusable:
+            return
+
+    holds()
 
 
-@quiet(16)
-@given(program=programs(most=3), case=cases, variant=variants, more=st.sampled_from(SIZES))
-def test_cpu_equals_reference(
+@pytest.mark.parametrize("num_programs", thinned([4, 16], keep=(4,)))
+def test_cpu_equals_reference(num_programs: int) -> None:
+    quiet(num_programs)(
+        given(program=programs(most=3), case=cases, variant=variants, more=st.sampled_from(SIZES))(
+            _cpu_equals_reference
+        )
+    )()
+
+
+def _cpu_equals_reference(
     program: Program, case: tuple[str, int, int], variant: Variant, more: int
 ) -> None:
     show(program, case)

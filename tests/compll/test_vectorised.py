@@ -15,6 +15,7 @@ from llvmlite import binding
 from hipress.compll.build import import_source, parse_program
 from hipress.compll.passes.derive import ALPHA, MU, PLAIN, Variant
 from tests.compll.harness import RNG, scratch
+from tests.grid import thinned
 
 FEEDBACK = Variant(feedback=True)
 # The loops over the elements of a tile; what surrounds them runs once per tile.
@@ -59,7 +60,7 @@ def compiled(name: str, folder: Any, patch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", thinned(CODECS, keep=("ef(onebit)",)))
 def test_inner_loops_use_vector_instructions(
     name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

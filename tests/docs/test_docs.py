@@ -40,6 +40,7 @@ from hipress.compll.front import ast
 from hipress.compll.front.operators import OPERATORS
 from hipress.compll.front.parse import parse
 from hipress.errors import HipressError, ProgramError
+from tests.grid import thinned
 from tests.lab.conftest import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,11 @@ def blocks(page: str, text: str) -> list[Block]:
 
 
 every_page = pytest.mark.parametrize("page", PAGES)
+# These pages train on several ranks, or compile kernels that no other test needs.
+LONG = ("docs/pytorch.md", "docs/casync.md")
+quick_page = pytest.mark.parametrize(
+    "page", thinned(PAGES, lambda page: page not in LONG and not page.startswith("docs/codecs/"))
+)
 
 
 # --- the pages themselves ------------------------------------------------------------------------
@@ -249,13 +255,13 @@ def need_what_it_needs(page: str) -> None:
         pytest.skip(why)
 
 
-@every_page
+@quick_page
 def test_python(page: str, folder: Path) -> None:
     need_what_it_needs(page)
     run_python(page, PAGES[page])
 
 
-@every_page
+@quick_page
 def test_console(page: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     need_what_it_needs(page)
     run_console(page, PAGES[page], capfd)  # also what other processes and threads write

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.grid import thinned
+
 ROOT = Path(__file__).parents[2]
 CONTRACT = Path(__file__).parent / "contract.py"
 needs_triton = pytest.mark.skipif(
@@ -32,8 +34,9 @@ def contract(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_triton
-def test_contract() -> None:
-    done = contract()
+@pytest.mark.parametrize("cells", thinned(["not full", "full"], keep=("not full",)))
+def test_contract(cells: str) -> None:
+    done = contract("-m", cells)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout and "skipped" not in done.stdout
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hipress
+from tests.grid import thinned
 from tests.lab.programs import MOVE
 
 pytestmark = pytest.mark.alone
@@ -47,7 +48,7 @@ def wait_until_gone(marker, seconds=5):
         time.sleep(0.02)
 
 
-@pytest.fixture(params=[True, False], ids=["shaped", "loopback"])
+@pytest.fixture(params=thinned([True, False], keep=(True,)), ids=["shaped", "loopback"])
 def shaped(request):
     if request.param:
         request.getfixturevalue("namespaces")

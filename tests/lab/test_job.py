@@ -10,11 +10,12 @@ import pytest
 
 from hipress.errors import LabError, UsageError
 from hipress.lab import Lab
+from tests.grid import thinned
 
 pytestmark = pytest.mark.alone
 
 # Both kinds of cluster run the same jobs.
-KINDS = [True, False]
+KINDS = thinned([True, False], keep=(True,))
 
 
 @pytest.fixture(params=KINDS, ids=["shaped", "loopback"])

@@ -19,6 +19,7 @@ from hipress.probe.codec_costs import Measured
 from hipress.profile import Network
 from tests.casync import harness
 from tests.casync.harness import outcomes, run
+from tests.grid import full
 
 RATE, DELAY_S = 40e6, 0.01
 
@@ -103,6 +104,7 @@ def test_leaves_no_trace_in_the_engine():
         assert network.local_bytes_per_s is None and network.message_work_s > 0
 
 
+@full
 def test_ranks_of_several_hosts_have_a_rate_inside_them_too():
     found = run(4, lambda e, rank: links.measure(e, budget_s=0.3), hosts=["a", "a", "b", "b"])
     assert found[0].local_bytes_per_s is not None and found[0].hosts == (0, 0, 1, 1)

@@ -34,6 +34,7 @@ from hipress.session.timing import StepClock
 from hipress.torch import ddp
 from hipress.train.config import Config
 from tests import scenarios
+from tests.grid import full
 from tests.scenarios import Told
 
 SCRIPT = Path(__file__).parents[1] / "torch" / "scripts" / "auto.py"
@@ -720,6 +721,7 @@ def test_train_refuses_auto_beside_a_choice(given):
 
 
 @pytest.mark.alone
+@full
 def test_a_link_that_becomes_slow_is_adapted_to_within_30_steps():
     """Catches: what made-up plans and times hide: probes that hang or take long, real noise."""
     if (why := scenarios.refusal()) is not None:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.grid import full
+
 pytestmark = pytest.mark.alone
 
 PROGRAM = """
@@ -21,6 +23,7 @@ for _ in range(3):
 """
 
 
+@full
 def test_groups_may_be_destroyed_and_made_again():
     # An engine that kept the old store alive made the second round wait for good.
     with socket.socket() as free:

@@ -17,7 +17,7 @@ from hipress.lab import Lab
 from tests import scenarios
 from tests.scenarios import Told
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.full]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 10

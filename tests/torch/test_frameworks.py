@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grid import full
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 35  # an epoch of 1400 digits, 20 to a batch, on two ranks
 LINE = re.compile(r"step (\d+): ([\d.]+) % right; (\d+) bytes sent, ([\d.]+) x less than plain")
 
 
+@full
 def test_lightning(tmp_path: Path) -> None:
     _needs("lightning")
     command = [sys.executable, "lightning_train.py", "--folder", str(tmp_path)]
@@ -30,6 +33,7 @@ def test_lightning(tmp_path: Path) -> None:
     assert right_later > max(right, 70)
 
 
+@full
 def test_accelerate(tmp_path: Path) -> None:
     _needs("accelerate")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -9,10 +9,11 @@ import pytest
 
 from hipress.lab import Lab
 from tests import scenarios
+from tests.grid import selected, thinned
 from tests.scenarios import Told
 
 SCRIPT = Path(__file__).parent / "scripts" / "jobs.py"
-MOVED = ("4 to 3", "4 to 1")
+MOVED = {"4 to 3": 3, "4 to 1": 1}
 NETS = "tests.train.scripts.nets"
 PLAIN = {"model": f"{NETS}:plain"}
 STEPPED = {**PLAIN, "codec": "onebit", "rate": 0.03, "rate_mode": "step", "decay_epochs": [2.0]}
@@ -32,7 +33,9 @@ RESUMED = {
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def told(request, tmp_path_factory):
+    resumed = selected(request, "test_a_run_that_dies_goes_on_bit_for_bit", "name")
+    moved = selected(request, "test_another_number_of_ranks_goes_on_at_the_same_example", "name")
     folder = tmp_path_factory.mktemp("jobs")
     found = Told()
 
@@ -65,13 +68,11 @@ def told(tmp_path_factory):
         ],
         [
             one(f"{name} before", "trains", 4, checkpoint=str(folder / name), **STEPPED, steps=40)
-            for name in MOVED
+            for name in moved
         ],
         [
-            one("4 to 3 after", "trains", 3, checkpoint=str(folder / "4 to 3"), resume=True,
-                epochs=2.4, **STEPPED),
-            one("4 to 1 after", "trains", 1, checkpoint=str(folder / "4 to 1"), resume=True,
-                epochs=2.4, **STEPPED),
+            *(one(f"{name} after", "trains", MOVED[name], checkpoint=str(folder / name),
+                  resume=True, epochs=2.4, **STEPPED) for name in moved),
             one("slow disk", "slow_disk", **PLAIN, steps=4, checkpoint_every=2,
                 checkpoint=str(folder / "slow"), env={"HIPRESS_TIMEOUT": "3"}),
             one("full disk", "full_disk", **PLAIN, steps=4, checkpoint=str(folder / "full")),
@@ -80,7 +81,7 @@ def told(tmp_path_factory):
         ],
         [
             one(f"resume {name}", "resumes", dies_at=10, checkpoint=str(folder / name), **options)
-            for name, options in RESUMED.items()
+            for name, options in RESUMED.items() if name in resumed
         ],
     ]  # fmt: skip
     with Lab(4, shaped=False) as lab:
@@ -154,7 +155,7 @@ def test_bf16_trains(told):
     assert found["losses"]["1"] > 2 and found["losses"]["20"] < 1
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", thinned(RESUMED, keep=("onebit", "fp16")))
 def test_a_run_that_dies_goes_on_bit_for_bit(told, name):
     """Catches: anything that a checkpoint forgets: residuals, momentum, scale, order, dropout."""
     for rank in told.results(f"resume {name}", range(2)):
@@ -204,7 +205,7 @@ def test_a_step_into_nowhere_is_no_result(told):
     assert kind == "TrainingError" and " at step 1; start again with a smaller --lr" in text
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", thinned(MOVED, keep=("4 to 3",)))
 def test_another_number_of_ranks_goes_on_at_the_same_example(told, name):
     """Catches: epochs that are counted by steps of another size, and rates that jump back."""
     before, after = (told.results(f"{name} {part}", [0])[0] for part in ("before", "after"))

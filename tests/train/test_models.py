@@ -27,6 +27,7 @@ from hipress.train.models.transformer import Transformer, positions
 from hipress.train.models.ugatit import Ugatit, _MixedNorm
 from hipress.train.models.vgg import small_vgg, vgg
 from hipress.train.tasks import TASKS, UNLABELLED, Batch
+from tests.grid import full, thinned
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
 
@@ -168,7 +169,7 @@ def test_cnn_takes_images_of_any_side(side: int) -> None:
     assert net(torch.ones(2, 3, side, side)).shape == (2, 7)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", thinned(names(), keep=names()[::3]))
 def test_models_take_the_sizes_of_their_task(name: str) -> None:
     line = model(name)
     sizes = {"classify": {"num_classes": 7}, "style": {}}.get(line.task or "", {"vocabulary": 300})
@@ -310,6 +311,7 @@ def test_small_forms_train_and_every_parameter_has_a_gradient(name: str) -> None
 
 
 @pytest.mark.parametrize("name", WHOLE)
+@full
 def test_whole_models_train(name: str) -> None:
     line = model(name)
     assert line.task is not None
