@@ -10,7 +10,6 @@ import pytest
 from tests import grid, kernels
 from tests.codecs import cases
 
-
 # Some virtual machines report AMX and forbid it: bfloat16 in torch then ends the process (SIGILL).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
