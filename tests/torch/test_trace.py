@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hipress.casync.ranks import clock
 from hipress.errors import UsageError
-from hipress.timeline import check_trace, summary
 from hipress.torch import trace as tracing
 from hipress.torch.trace import Tracer, check_path
 from tests.casync.harness import run
+from tests.traces import check_trace, summary
 
 
 class Meeting:
