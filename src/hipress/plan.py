@@ -34,6 +34,25 @@ EXAMPLES = (
 )
 
 
+MIN_SIZE = 4096
+"""Gradients with fewer elements are exempt by default: compressing them saves little. Those with
+one dimension (norm, bias) are exempt because compressing them costs most accuracy."""
+
+
+def exempt_reason(dims: int, numel: int, min_size: int = MIN_SIZE) -> str:
+    """Returns why a gradient is exempt from compression by default; empty if it is not.
+
+    Example:
+        >>> exempt_reason(1, 10**6), exempt_reason(2, 100), exempt_reason(2, 10**6)
+        ('one dimension (norm or bias)', '100 elements, fewer than min_size=4096', '')
+    """
+    if dims < 2:
+        return "one dimension (norm or bias)"
+    if numel < min_size:
+        return f"{numel} elements, fewer than min_size={min_size}"
+    return ""
+
+
 def plain_strategy(numel: int | None) -> str:
     """Return the strategy of an uncompressed gradient."""
     return "allreduce" if numel is not None and numel >= LARGE_NUMEL else "ps"

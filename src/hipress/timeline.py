@@ -99,7 +99,7 @@ class RankTrace:
                 raise ValueError("another version")
             events = [Event(**dict(zip(names, row, strict=True))) for row in plain.pop("events")]
             trace = RankTrace(**plain, events=tuple(events))
-            if not all(map(_has_types, (trace, *events))):
+            if not all(_has_types(value) for value in (trace, *events)):
                 raise ValueError("a value of another type")
             return trace
         except (AttributeError, KeyError, TypeError, ValueError) as error:

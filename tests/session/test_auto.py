@@ -28,7 +28,7 @@ from hipress.session.directives import Order, first_order
 from hipress.session.selection import NONE
 from hipress.torch import sync
 from hipress.torch.step_clock import StepClock
-from hipress.train.config import Config
+from hipress.train.config import TrainConfig
 from tests import scenarios
 from tests.scenarios import Told
 
@@ -698,7 +698,9 @@ def test_a_rank_that_fails_while_it_measures_is_named_soon(told):
 @pytest.mark.parametrize("given", ["strategy", "plan"])
 def test_train_refuses_auto_beside_a_choice(given):
     """Catches: an option of `hipress train` that does nothing, without a word."""
-    config = Config(codec="auto", **{given: {"strategy": "ring", "plan": Path("p.txt")}[given]})
+    config = TrainConfig(
+        codec="auto", **{given: {"strategy": "ring", "plan": Path("p.txt")}[given]}
+    )
     with pytest.raises(UsageError, match=f"makes plans itself; leave --{given} out"):
         config.check()
 

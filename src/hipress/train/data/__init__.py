@@ -6,6 +6,7 @@ Nothing is downloaded. To add a data set, write how to open it and add it to the
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,24 +33,11 @@ TOKENS = ("bytes", "words")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
-    """The arguments of `open_data`."""
-
-    paths: tuple[Path, ...]
-    task: str
-    draw: Draw | None
-    least_side: int | None
-    side: int | None
-    length: int | None
-    tokens: str
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Entry:
     """One data set of the table."""
 
-    open: Callable[[_Request], Data]
+    open: Callable[..., Data]
+    """Takes the paths, and those arguments of `open_data` that its signature names."""
     tasks: tuple[str, ...]
     """Tasks that the data set has batches for; the first one is the default."""
     has: str
@@ -74,27 +62,26 @@ _NEEDS = {
 """What the data must have, by task."""
 
 
-def _open_fashion_mnist(request: _Request) -> Data:
-    folder = request.paths[0] if request.paths else settings.fashion_mnist()
+def _open_fashion_mnist(folder: Path | None = None, *, least_side: int | None) -> Data:
+    folder = folder or settings.fashion_mnist()
     if folder is None:
         raise UsageError(
             f"fashion-mnist takes one folder and none is given; write {usage('fashion-mnist')} or "
             "set HIPRESS_FASHION_MNIST."
         )
-    return open_fashion_mnist(folder, request.least_side)
+    return open_fashion_mnist(folder, least_side)
 
 
-def _open_synthetic(request: _Request) -> Data:
-    if request.draw is None:
+def _open_synthetic(
+    *, draw: Draw | None, task: str, seed: int, side: int | None, length: int | None
+) -> Data:
+    if draw is None:
         raise UsageError(
             "synthetic data is drawn by the model, and this model has no data of its own; choose "
             f"{_choices(usage(name) for name in NAMES if name != 'synthetic')}."
         )
-    found = Synthetic(request.draw, task=request.task, seed=request.seed)
-    for option, given, own in (
-        ("--side", request.side, found.side),
-        ("--length", request.length, found.length),
-    ):
+    found = Synthetic(draw, task=task, seed=seed)
+    for option, given, own in (("--side", side, found.side), ("--length", length, found.length)):
         if given not in (None, own):
             raise UsageError(
                 f"{option} is {given} and the synthetic data of this model has {own or 'none'}; "
@@ -104,11 +91,7 @@ def _open_synthetic(request: _Request) -> Data:
 
 
 _TABLE = {
-    "digits": _Entry(
-        open=lambda request: open_digits(request.least_side),
-        tasks=("classify",),
-        has="images with labels",
-    ),
+    "digits": _Entry(open=open_digits, tasks=("classify",), has="images with labels"),
     "synthetic": _Entry(open=_open_synthetic, tasks=tuple(_NEEDS), has="made-up data"),
     "fashion-mnist": _Entry(
         open=_open_fashion_mnist,
@@ -119,19 +102,14 @@ _TABLE = {
         num_optional=1,
     ),
     "cifar100": _Entry(
-        open=lambda request: open_cifar100(request.paths[0], request.least_side),
+        open=open_cifar100,
         tasks=("classify",),
         has="images with labels",
         paths=("DIR",),
         takes="one folder",
     ),
     "imagefolder": _Entry(
-        open=lambda request: open_imagefolder(
-            request.paths[0],
-            task=request.task,
-            side=request.side,
-            least_side=request.least_side,
-        ),
+        open=open_imagefolder,
         tasks=("classify", "style"),
         has="image files",
         paths=("DIR",),
@@ -139,9 +117,7 @@ _TABLE = {
         options=("--side",),
     ),
     "text": _Entry(
-        open=lambda request: open_text(
-            request.paths[0], task=request.task, length=request.length, tokens=request.tokens
-        ),
+        open=open_text,
         tasks=("language", "masked"),
         has="one text",
         paths=("FILE",),
@@ -149,9 +125,7 @@ _TABLE = {
         options=("--tokens",),
     ),
     "parallel-text": _Entry(
-        open=lambda request: open_parallel_text(
-            *request.paths, length=request.length, tokens=request.tokens
-        ),
+        open=open_parallel_text,
         tasks=("translate",),
         has="pairs of lines",
         paths=("SOURCE", "TARGET"),
@@ -217,17 +191,17 @@ def open_data(
     for option, value, least in (("--side", side, 1), ("--length", length, 2)):
         if value is not None and value < least:
             raise UsageError(f"{option} is {value}; it must be {least} or more.")
-    request = _Request(
-        paths=tuple(map(Path, paths)),
-        task=task or entry.tasks[0],
-        draw=draw,
-        least_side=least_side,
-        side=side,
-        length=length,
-        tokens=tokens,
-        seed=seed,
-    )
-    return entry.open(request)
+    arguments = {
+        "task": task or entry.tasks[0],
+        "draw": draw,
+        "least_side": least_side,
+        "side": side,
+        "length": length,
+        "tokens": tokens,
+        "seed": seed,
+    }
+    taken = inspect.signature(entry.open).parameters
+    return entry.open(*map(Path, paths), **{k: v for k, v in arguments.items() if k in taken})
 
 
 def _check_options(name: str, side: int | None, tokens: str) -> None:
