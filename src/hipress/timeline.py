@@ -99,7 +99,7 @@ class RankTrace:
                 raise ValueError("another version")
             events = [Event(**dict(zip(names, row, strict=True))) for row in plain.pop("events")]
             trace = RankTrace(**plain, events=tuple(events))
-            if not all(_has_types(value) for value in (trace, *events)):
+            if not (_has_types(trace) and all(map(_has_types, events))):
                 raise ValueError("a value of another type")
             return trace
         except (AttributeError, KeyError, TypeError, ValueError) as error:

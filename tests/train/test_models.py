@@ -223,37 +223,37 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], str, Draw, float]] = {
     "vgg": (
         partial(vgg, (8, 0, 16, 16, 0), 32, 10, dropout=0.0),
         "classify",
-        synthetic.images((3, 32, 32), 10),
+        partial(synthetic.images, (3, 32, 32), 10),
         0.05,
     ),
     "resnet": (
         partial(resnet, (1, 1), is_bottleneck=False, num_classes=10, width=8),
         "classify",
-        synthetic.images((3, 32, 32), 10),
+        partial(synthetic.images, (3, 32, 32), 10),
         0.02,
     ),
     "resnet-v2": (
         partial(resnet, (1, 1), is_bottleneck=True, is_v2=True, num_classes=10, width=8),
         "classify",
-        synthetic.images((3, 32, 32), 10),
+        partial(synthetic.images, (3, 32, 32), 10),
         0.02,
     ),
     "inception": (
         partial(inception_v3, 10, divide=16, dropout=0.0),
         "classify",
-        synthetic.images((3, 96, 96), 10),
+        partial(synthetic.images, (3, 96, 96), 10),
         0.005,
     ),
     "lstm": (
         partial(Lstm, vocabulary=50, width=16, dropout=0.0),
         "language",
-        synthetic.tokens(50, 7),
+        partial(synthetic.tokens, 50, 7),
         1.0,
     ),
     "gpt": (
         partial(Gpt, vocabulary=50, context=7, width=16, num_layers=2, num_heads=2),
         "language",
-        synthetic.tokens(50, 7),
+        partial(synthetic.tokens, 50, 7),
         0.2,
     ),
     "transformer": (
@@ -262,7 +262,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], str, Draw, float]] = {
             vocabulary=50, width=16, inner=32, num_layers=2, num_heads=2, dropout=0.0,
         ),
         "translate",
-        synthetic.translations(50, 7),
+        partial(synthetic.translations, 50, 7),
         0.02,
     ),
     "bert": (
@@ -270,14 +270,14 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], str, Draw, float]] = {
             Bert, vocabulary=200, context=9, width=16, num_layers=2, num_heads=2, dropout=0.0
         ),
         "masked",
-        synthetic.masked(200, 9),
+        partial(synthetic.masked, 200, 9),
         0.1,
     ),
-    "ugatit": (partial(Ugatit, **SMALL_UGATIT), "style", synthetic.pairs(32), 3e-6),
+    "ugatit": (partial(Ugatit, **SMALL_UGATIT), "style", partial(synthetic.pairs, 32), 3e-6),
     "ugatit-light": (
         partial(Ugatit, is_light=True, **SMALL_UGATIT),
         "style",
-        synthetic.pairs(32),
+        partial(synthetic.pairs, 32),
         3e-6,
     ),
 }  # fmt: skip
@@ -596,7 +596,7 @@ def test_one_backward_gives_each_network_the_gradient_of_its_own_loss(
     net = Ugatit(is_light=is_light, **SMALL_UGATIT)
     net.train(is_training)
     state = {name: value.clone() for name, value in net.state_dict().items()}
-    a, b = synthetic.pairs(32)(2, torch.Generator().manual_seed(1))
+    a, b = partial(synthetic.pairs, 32)(2, torch.Generator().manual_seed(1))
     together = net(a, b)
     together.backward()
     found = gradients(net)
@@ -624,7 +624,7 @@ def test_the_losses_are_those_of_the_paper() -> None:
     """Written out once more, without loops, from what the networks say."""
     torch.manual_seed(0)
     net = Ugatit(is_light=True, **SMALL_UGATIT).eval()
-    a, b = synthetic.pairs(32)(2, torch.Generator().manual_seed(1))
+    a, b = partial(synthetic.pairs, 32)(2, torch.Generator().manual_seed(1))
     with torch.no_grad():
         fake_b, cam_b = net.to_b(a)
         fake_a, cam_a = net.to_a(b)

@@ -65,13 +65,7 @@ def choose_device(
 
 
 class Ranks:
-    """All ranks of a job.
-
-    Args:
-        store: A store that all ranks share.
-        rank: The number of this rank.
-        num_ranks: The number of ranks.
-    """
+    """All ranks of a job, which share a store."""
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks

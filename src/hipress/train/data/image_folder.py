@@ -32,14 +32,7 @@ _DEVIATION = (58.395, 57.12, 57.375)
 def open_imagefolder(
     folder: Path, *, task: str, side: int | None = None, least_side: int | None = None
 ) -> Data:
-    """Open a folder of images.
-
-    Args:
-        folder: Has `train/CLASS/` and `val/CLASS/`, or `trainA/` and `trainB/` for the task style.
-        task: "classify" or "style".
-        side: Side of the images of a batch; `SIDE` if None.
-        least_side: The smallest side that the model takes.
-    """
+    """Open a folder of images; the arguments are those of `open_data`."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
@@ -55,15 +48,11 @@ def open_imagefolder(
 
 
 class ImageClasses(Data):
-    """Images for the task classify; a class is a folder in `train`.
+    """Images for the task classify, in `train/CLASS/` and optionally `val/CLASS/`.
 
     Training images are a random part of the image (8 to 100 % of its area), scaled to a square and
     flipped half the time. Test images are the square in the middle, as if cut out after scaling the
     shorter side to 8/7 of the square's. Pixels have mean 0 and deviation 1 over ImageNet.
-
-    Args:
-        folder: Has `train/CLASS/` and optionally `val/CLASS/`.
-        side: Side of the squares in pixels.
     """
 
     reads_files = True
@@ -108,15 +97,13 @@ class ImageClasses(Data):
 
 
 class ImageDomains(Data):
-    """Images of two domains for the task style; images of a pair are unrelated.
+    """Unrelated images of two domains for the task style, in `trainA`, `trainB`.
+
+    They are tested with `testA` and `testB`, if those exist.
 
     There are as many examples as images in the larger domain; the other image is chosen at random
     in training and in turn in the test. Training images are a square of 7/8 of the shorter side,
     anywhere, flipped half the time; test images are the one in the middle. Pixels are from -1 to 1.
-
-    Args:
-        folder: Has `trainA` and `trainB` and optionally `testA` and `testB`.
-        side: Side of the squares in pixels.
     """
 
     reads_files = True

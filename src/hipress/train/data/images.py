@@ -73,14 +73,8 @@ class MemoryImages(Data):
     Each channel is normalised to mean 0 and standard deviation 1 over the training images. Grey
     images are repeated to three channels, and images smaller than `least_side` are enlarged.
 
-    Args:
-        name: One of `NAMES`.
-        train: At least one image.
-        test: Images of the same shape.
-        num_classes: Labels are below it.
-        least_side: The smallest side that the model takes.
-        margin: Pixels of black added around a training image before a part of its own size is cut
-            out at random and flipped half the time; 0 turns augmentation off.
+    Augmentation adds `margin` black pixels around a training image before a part of its own size is
+    cut out at random and flipped half the time; 0 turns it off.
     """
 
     def __init__(
@@ -252,12 +246,7 @@ def _read_idx(folder: Path, stem: str) -> NDArray[np.uint8]:
 
 
 def open_cifar100(folder: Path, least_side: int | None = None) -> Data:
-    """Open CIFAR-100; training images are shifted by up to 4 pixels and flipped half the time.
-
-    Args:
-        folder: The folder of train.bin and test.bin, or the one that holds cifar-100-binary.
-        least_side: The smallest image side that the model takes.
-    """
+    """Open CIFAR-100; training images are shifted by up to 4 pixels and flipped half the time."""
     folder = _cifar_folder(checked_folder(folder, "CIFAR-100"))
     return MemoryImages(
         "cifar100",

@@ -1,7 +1,7 @@
 """Synthetic data, for measurements of speed and for jobs without files.
 
-`images`, `tokens`, `masked`, `translations` and `pairs` return a `Draw` for each task: batches of
-the right shape and range with nothing to learn. `Synthetic` is a data set of such examples.
+`images`, `tokens`, `masked`, `translations` and `pairs` draw batches of the right shape and range
+with nothing to learn, one kind for each task. `Synthetic` is a data set of such examples.
 """
 
 from __future__ import annotations
@@ -89,63 +89,44 @@ class _Examples:
         return self._draw(1, torch.Generator().manual_seed(seed % 2**63))
 
 
-def images(shape: tuple[int, ...], num_classes: int) -> Draw:
-    """Return a Draw of noise with labels."""
-
-    def draw(batch: int, generator: torch.Generator) -> Batch:
-        inputs = torch.randn(batch, *shape, generator=generator)
-        return inputs, torch.randint(num_classes, (batch,), generator=generator)
-
-    return draw
+def images(
+    shape: tuple[int, ...], num_classes: int, batch: int, generator: torch.Generator
+) -> Batch:
+    """Return noise with labels."""
+    inputs = torch.randn(batch, *shape, generator=generator)
+    return inputs, torch.randint(num_classes, (batch,), generator=generator)
 
 
-def tokens(vocabulary: int, length: int) -> Draw:
-    """Return a Draw of random tokens; the target of each token is the next one."""
-
-    def draw(batch: int, generator: torch.Generator) -> Batch:
-        drawn = torch.randint(vocabulary, (batch, length + 1), generator=generator)
-        return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-
-    return draw
+def tokens(vocabulary: int, length: int, batch: int, generator: torch.Generator) -> Batch:
+    """Return random tokens; the target of each token is the next one."""
+    drawn = torch.randint(vocabulary, (batch, length + 1), generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def masked(vocabulary: int, length: int) -> Draw:
-    """Return a Draw of random tokens in two segments, with as many masked tokens in every row."""
-
-    def draw(batch: int, generator: torch.Generator) -> Batch:
-        drawn = torch.randint(vocabulary, (batch, length), generator=generator)
-        order = torch.rand(batch, length, generator=generator).argsort(1)
-        is_masked = order < math.ceil(MASKED_PART * length)
-        segments = (torch.arange(length) >= length // 2).long().repeat(batch, 1)
-        return (
-            torch.where(is_masked, MASK, drawn),
-            segments,
-            torch.where(is_masked, drawn, UNLABELLED),
-            torch.randint(2, (batch,), generator=generator),
-        )
-
-    return draw
+def masked(vocabulary: int, length: int, batch: int, generator: torch.Generator) -> Batch:
+    """Return random tokens in two segments, with as many masked tokens in every row."""
+    drawn = torch.randint(vocabulary, (batch, length), generator=generator)
+    order = torch.rand(batch, length, generator=generator).argsort(1)
+    is_masked = order < math.ceil(MASKED_PART * length)
+    segments = (torch.arange(length) >= length // 2).long().repeat(batch, 1)
+    return (
+        torch.where(is_masked, MASK, drawn),
+        segments,
+        torch.where(is_masked, drawn, UNLABELLED),
+        torch.randint(2, (batch,), generator=generator),
+    )
 
 
-def translations(vocabulary: int, length: int) -> Draw:
-    """Return a Draw of pairs of random sentences without padding; a target begins with token 1."""
-
-    def draw(batch: int, generator: torch.Generator) -> Batch:
-        shape = (2, batch, length)
-        source, target = torch.randint(FIRST_WORD, vocabulary, shape, generator=generator)
-        begin = torch.ones(batch, 1, dtype=torch.long)
-        return source, torch.cat([begin, target[:, :-1]], dim=1), target
-
-    return draw
+def translations(vocabulary: int, length: int, batch: int, generator: torch.Generator) -> Batch:
+    """Return pairs of random sentences without padding; a target begins with token 1."""
+    shape = (2, batch, length)
+    source, target = torch.randint(FIRST_WORD, vocabulary, shape, generator=generator)
+    begin = torch.ones(batch, 1, dtype=torch.long)
+    return source, torch.cat([begin, target[:, :-1]], dim=1), target
 
 
-def pairs(side: int) -> Draw:
-    """Return a Draw of two images of noise between -1 and 1, one of each domain."""
-
-    def draw(batch: int, generator: torch.Generator) -> Batch:
-        def one() -> Tensor:
-            return 2 * torch.rand(batch, 3, side, side, generator=generator) - 1
-
-        return one(), one()
-
-    return draw
+def pairs(side: int, batch: int, generator: torch.Generator) -> Batch:
+    """Return two images of noise between -1 and 1, one of each domain."""
+    shape = (batch, 3, side, side)
+    first = 2 * torch.rand(shape, generator=generator) - 1
+    return first, 2 * torch.rand(shape, generator=generator) - 1

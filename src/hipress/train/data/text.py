@@ -7,9 +7,10 @@ has it. The last 5 % of a text, or of the pairs of lines, is the test part.
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,14 +115,7 @@ _NUM_SPECIALS = 3
 
 
 def open_text(path: Path, *, task: str, length: int | None = None, tokens: str = "bytes") -> Data:
-    """Open a text file.
-
-    Args:
-        path: The file.
-        task: "language" or "masked".
-        length: Tokens of an example; `LENGTH` if None.
-        tokens: "bytes" or "words".
-    """
+    """Open a text file; the arguments are those of `open_data`."""
     kind = MaskedText if task == "masked" else LanguageText
     length = length or LENGTH
     checked_file(path, "text")
@@ -144,26 +138,54 @@ def open_text(path: Path, *, task: str, length: int | None = None, tokens: str =
     return kind(train, test, vocabulary=vocabulary, length=length)
 
 
-class LanguageText(Data):
-    """Consecutive windows of a text for the task language; each token's target is the next one.
+class _Text(Data):
+    """Examples from the tokens, of any integer type, of a training and a test part.
 
-    Args:
-        train: Tokens of the training part, of any integer type.
-        test: Tokens of the test part.
-        vocabulary: Tokens are below it.
-        length: Tokens of a window.
+    `num_examples` returns how many examples so many tokens make.
     """
 
-    def __init__(self, train: Stored, test: Stored, *, vocabulary: int, length: int) -> None:
+    def __init__(
+        self,
+        task: str,
+        train: Stored,
+        test: Stored,
+        *,
+        vocabulary: int,
+        num_examples: Callable[[int], int],
+    ) -> None:
         super().__init__(
             name="text",
-            task="language",
+            task=task,
             sizes={"vocabulary": vocabulary},
-            num_train=(len(tensor_of(train)) - 1) // length,
-            num_test=(len(tensor_of(test)) - 1) // length,
+            num_train=num_examples(len(tensor_of(train))),
+            num_test=num_examples(len(tensor_of(test))),
         )
         self._train = train
         self._test = test
+
+    def train(self, indices: Tensor, seed: int) -> Batch:
+        """Return training examples; the seed decides what is random about them."""
+        return self._batch(tensor_of(self._train), self.num_train, indices, seed)
+
+    def test(self, indices: Tensor) -> Batch:
+        """Return test examples, always the same."""
+        return self._batch(tensor_of(self._test), self.num_test, indices, seed=0)
+
+    @abstractmethod
+    def _batch(self, stream: Tensor, num_examples: int, indices: Tensor, seed: int) -> Batch: ...
+
+
+class LanguageText(_Text):
+    """Consecutive windows of a text for the task language; each token's target is the next one."""
+
+    def __init__(self, train: Stored, test: Stored, *, vocabulary: int, length: int) -> None:
+        super().__init__(
+            "language",
+            train,
+            test,
+            vocabulary=vocabulary,
+            num_examples=lambda num_tokens: (num_tokens - 1) // length,
+        )
         self._offsets = torch.arange(length + 1)
 
     @staticmethod
@@ -171,45 +193,29 @@ class LanguageText(Data):
         """Return the smallest number of tokens that makes an example."""
         return length + 1
 
-    def train(self, indices: Tensor, seed: int) -> Batch:
-        """Return training windows; the seed has no effect."""
-        return self._batch(tensor_of(self._train), indices)
-
-    def test(self, indices: Tensor) -> Batch:
-        """Return test windows."""
-        return self._batch(tensor_of(self._test), indices)
-
-    def _batch(self, stream: Tensor, indices: Tensor) -> Batch:
+    def _batch(self, stream: Tensor, num_examples: int, indices: Tensor, seed: int) -> Batch:
         length = len(self._offsets) - 1
         window = stream[indices[:, None] * length + self._offsets].long()
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-class MaskedText(Data):
+class MaskedText(_Text):
     """Examples `[CLS] A [SEP] B [SEP]` for the task masked, in which some tokens are predicted.
 
     A is a part of the text; B is what follows it half the time, else what follows another part.
     15 % of the tokens of A and B are chosen: 80 % of these become [MASK], 10 % a random token, the
-    rest stay. The three special tokens are numbered after those of the text.
-
-    Args:
-        train: Tokens of the training part, of any integer type.
-        test: Tokens of the test part.
-        vocabulary: Size of the text's vocabulary, without the special tokens.
-        length: Tokens of an example, special ones included.
+    rest stay. The three special tokens are numbered after those of the text; `vocabulary` does not
+    count them, `length` does.
     """
 
     def __init__(self, train: Stored, test: Stored, *, vocabulary: int, length: int) -> None:
-        num_ordinary = length - _NUM_SPECIALS
         super().__init__(
-            name="text",
-            task="masked",
-            sizes={"vocabulary": vocabulary + _NUM_SPECIALS},
-            num_train=len(tensor_of(train)) // num_ordinary,
-            num_test=len(tensor_of(test)) // num_ordinary,
+            "masked",
+            train,
+            test,
+            vocabulary=vocabulary + _NUM_SPECIALS,
+            num_examples=lambda num_tokens: num_tokens // (length - _NUM_SPECIALS),
         )
-        self._train = train
-        self._test = test
         self._length = length
         self._vocabulary = vocabulary
 
@@ -223,15 +229,7 @@ class MaskedText(Data):
             )
         return 2 * (length - _NUM_SPECIALS)
 
-    def train(self, indices: Tensor, seed: int) -> Batch:
-        """Return training pairs; the seed chooses the second segments and the masked tokens."""
-        return self._batch(tensor_of(self._train), self.num_train, indices, seed)
-
-    def test(self, indices: Tensor) -> Batch:
-        """Return test pairs, always with the same masked tokens."""
-        return self._batch(tensor_of(self._test), self.num_test, indices, seed=0)
-
-    def _batch(self, stream: Tensor, num_pairs: int, indices: Tensor, seed: int) -> Batch:
+    def _batch(self, stream: Tensor, num_examples: int, indices: Tensor, seed: int) -> Batch:
         num_ordinary = self._length - _NUM_SPECIALS
         num_a = num_ordinary // 2
         num_chosen = max(1, round(_CHOSEN * num_ordinary))
@@ -240,9 +238,9 @@ class MaskedText(Data):
         pair, order, kind, other = torch.split_with_sizes(randoms, widths, dim=1)
 
         is_next = pair[:, 0] < 0.5
-        # From 1 to num_pairs - 1 further on, so never the same part.
-        further = 1 + (pair[:, 1] * (num_pairs - 1)).long()
-        parts = torch.where(is_next, indices, (indices + further) % num_pairs)
+        # From 1 to num_examples - 1 further on, so never the same part.
+        further = 1 + (pair[:, 1] * (num_examples - 1)).long()
+        parts = torch.where(is_next, indices, (indices + further) % num_examples)
         inside = torch.arange(num_ordinary)
         start = torch.where(inside < num_a, indices[:, None], parts[:, None]) * num_ordinary
         ordinary = stream[start + inside].long()
@@ -316,10 +314,7 @@ class Lines:
 class ParallelText(Data):
     """Pairs of lines for the task translate; a batch is padded to its longest line.
 
-    Args:
-        source: The lines to translate.
-        target: As many lines, none empty.
-        vocabulary: Size of the vocabulary of both, special tokens included.
+    No line is empty, and both files share one vocabulary, special tokens included.
     """
 
     def __init__(self, source: Lines, target: Lines, *, vocabulary: int) -> None:
@@ -356,14 +351,10 @@ class ParallelText(Data):
 def open_parallel_text(
     source: Path, target: Path, *, length: int | None = None, tokens: str = "bytes"
 ) -> Data:
-    """Open two files of lines that are translations of each other.
+    """Open two files whose lines are translations of each other.
 
-    Args:
-        source: The file to translate.
-        target: A file with the same number of lines.
-        length: Tokens of a line, its end included; pairs with a longer one are left out. `LENGTH`
-            if None.
-        tokens: "bytes" or "words".
+    Pairs with a line of more than `length` tokens, its end included, are left out; the other
+    arguments are those of `open_data`.
     """
     length = length or LENGTH
     both = [checked_file(path, "parallel-text") for path in (source, target)]

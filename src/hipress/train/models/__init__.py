@@ -17,10 +17,8 @@ from hipress.errors import UsageError
 from hipress.train.data import synthetic
 from hipress.train.models.base import Model, custom
 from hipress.train.models.bert import Bert
-from hipress.train.models.cnn import LEAST_SIDE as CNN_SIDE
 from hipress.train.models.cnn import cnn
 from hipress.train.models.gpt import Gpt
-from hipress.train.models.inception import LEAST_SIDE as INCEPTION_SIDE
 from hipress.train.models.inception import inception_v3
 from hipress.train.models.lstm import Lstm
 from hipress.train.models.resnet import DEPTHS, resnet
@@ -67,7 +65,7 @@ def _classifier(
     least_side: int = 32,
     side: int = 224,
 ) -> Model:
-    """A model for the 1,000 classes of ImageNet."""
+    """Return a model for the 1,000 classes of ImageNet."""
     return Model(
         about=about,
         num_parameters=num_parameters,
@@ -75,7 +73,7 @@ def _classifier(
         batch=32,
         task="classify",
         build=build,
-        draw=synthetic.images((3, side, side), 1000),
+        draw=partial(synthetic.images, (3, side, side), 1000),
         least_side=least_side,
         side=side,
     )
@@ -89,28 +87,21 @@ def _gpt2(num_parameters: int, *, width: int, num_layers: int, num_heads: int, b
         batch=batch,
         task="language",
         build=partial(Gpt, width=width, num_layers=num_layers, num_heads=num_heads),
-        draw=synthetic.tokens(50_257, 1024),
+        draw=partial(synthetic.tokens, 50_257, 1024),
         length=1024,
     )
 
 
-def _bert(
-    num_parameters: int,
-    published_mib: str,
-    *,
-    width: int,
-    num_layers: int,
-    num_heads: int,
-    batch: int,
-) -> Model:
+def _bert(num_parameters: int, published_mib: str, *, batch: int, **sizes: int) -> Model:
+    layers, width = sizes["num_layers"], sizes["width"]
     return Model(
-        about=f"BERT with both heads of its pre-training: {num_layers} layers, width {width}",
+        about=f"BERT with both heads of its pre-training: {layers} layers, width {width}",
         num_parameters=num_parameters,
         published=f"BERT as released; {_HIPRESS} {published_mib} MiB",
         batch=batch,
         task="masked",
-        build=partial(Bert, width=width, num_layers=num_layers, num_heads=num_heads),
-        draw=synthetic.masked(30_522, 128),
+        build=partial(Bert, **sizes),
+        draw=partial(synthetic.masked, 30_522, 128),
         length=128,
     )
 
@@ -125,7 +116,7 @@ def _ugatit(
         batch=2,
         task="style",
         build=partial(Ugatit, is_light=is_light),
-        draw=synthetic.pairs(256),
+        draw=partial(synthetic.pairs, 256),
         least_side=least_side,
         side=256,
     )
@@ -138,7 +129,7 @@ MODELS: dict[str, Model] = {
         batch=8,
         task="classify",
         build=partial(small_vgg, (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 0), 4096),
-        draw=synthetic.images((3, 32, 32), 10),
+        draw=partial(synthetic.images, (3, 32, 32), 10),
         least_side=32,
         side=32,
     ),
@@ -150,7 +141,7 @@ MODELS: dict[str, Model] = {
         build=lambda vocabulary=12_000: Gpt(
             vocabulary=vocabulary, context=64, width=512, num_layers=6, num_heads=8
         ),
-        draw=synthetic.tokens(12_000, 64),
+        draw=partial(synthetic.tokens, 12_000, 64),
         length=64,
     ),
     "cnn": Model(
@@ -159,8 +150,8 @@ MODELS: dict[str, Model] = {
         batch=32,
         task="classify",
         build=cnn,
-        draw=synthetic.images((3, 32, 32), 10),
-        least_side=CNN_SIDE,
+        draw=partial(synthetic.images, (3, 32, 32), 10),
+        least_side=8,
         side=32,
     ),
     "vgg11": _classifier("VGG of 11 layers", 132_863_336, partial(vgg, WIDTHS[11]), _TORCHVISION),
@@ -201,7 +192,7 @@ MODELS: dict[str, Model] = {
         23_834_568,
         inception_v3,
         f"{_TORCHVISION}, less the auxiliary head",
-        least_side=INCEPTION_SIDE,
+        least_side=75,
         side=299,
     ),
     "lstm": Model(
@@ -211,7 +202,7 @@ MODELS: dict[str, Model] = {
         batch=80,
         task="language",
         build=Lstm,
-        draw=synthetic.tokens(33_278, 35),
+        draw=partial(synthetic.tokens, 33_278, 35),
         length=35,
     ),
     "transformer": Model(
@@ -221,7 +212,7 @@ MODELS: dict[str, Model] = {
         batch=32,
         task="translate",
         build=Transformer,
-        draw=synthetic.translations(33_708, 64),
+        draw=partial(synthetic.translations, 33_708, 64),
         length=64,
     ),
     "bert-base": _bert(110_106_428, "420.02", width=768, num_layers=12, num_heads=12, batch=32),
@@ -256,7 +247,7 @@ MODELS: dict[str, Model] = {
             nn.ReLU(),
             nn.Linear(320, num_classes),
         ),
-        draw=synthetic.images((64,), 10),
+        draw=partial(synthetic.images, (64,), 10),
         is_hidden=True,
     ),
 }

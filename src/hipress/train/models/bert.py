@@ -16,13 +16,7 @@ from hipress.train.models.transformer import Attention
 class Bert(nn.Module):
     """An encoder that predicts masked tokens, and whether one segment follows the other.
 
-    Args:
-        vocabulary: Number of tokens.
-        context: Length of the longest sequence.
-        width: Size of an embedding.
-        num_layers: Number of layers.
-        num_heads: Heads of the attention in each layer.
-        dropout: Dropout of embeddings, of attention and of each layer's output.
+    The dropout acts on embeddings, on attention and on each layer's output.
     """
 
     def __init__(

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-LEAST_SIDE = 8
-
 
 def cnn(num_classes: int = 10, width: int = 32, hidden: int = 512) -> nn.Module:
     """Return three convolutions and a fully connected layer, for images of side 8 to 64.
 
-    Args:
-        num_classes: Width of the last layer.
-        width: Channels of the first convolution; the next have 2 and 4 times as many.
-        hidden: Width of the fully connected layer.
+    The convolutions have `width`, 2 * `width` and 4 * `width` channels.
     """
     layers = [
         nn.Conv2d(3, width, 3, padding=1),

@@ -13,15 +13,7 @@ from hipress.errors import UsageError
 
 
 class Gpt(nn.Module):
-    """A stack of blocks in which a token sees only earlier ones.
-
-    Args:
-        vocabulary: Number of tokens.
-        context: Length of the longest sequence.
-        width: Size of an embedding.
-        num_layers: Number of blocks.
-        num_heads: Heads of the attention in each block.
-    """
+    """A stack of blocks in which a token sees only earlier ones."""
 
     def __init__(
         self,

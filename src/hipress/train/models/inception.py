@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-LEAST_SIDE = 75
 _Shape = int | tuple[int, int]
 _Width = Callable[[int], int]
 
@@ -15,10 +14,7 @@ _Width = Callable[[int], int]
 def inception_v3(num_classes: int = 1000, divide: int = 1, dropout: float = 0.5) -> nn.Module:
     """Return an Inception v3 for images of side 75 and more; published with 299.
 
-    Args:
-        num_classes: Width of the last layer.
-        divide: Divisor of all widths (at most 16), to make a small model for tests.
-        dropout: Dropout before the last layer.
+    `divide` divides all widths (by at most 16), to make a small model for tests.
     """
 
     def c(width: int) -> int:

@@ -12,14 +12,7 @@ from torch.nn import functional
 
 
 class Lstm(nn.Module):
-    """LSTM layers; each sequence starts with a zero state.
-
-    Args:
-        vocabulary: Number of tokens.
-        width: Size of an embedding, and of the state.
-        num_layers: Number of layers.
-        dropout: Dropout around and between the layers.
-    """
+    """LSTM layers with dropout around and between them; each sequence starts with a zero state."""
 
     def __init__(
         self,

@@ -29,8 +29,6 @@ def resnet(
         depths: One of `DEPTHS`, or another of the same form.
         is_bottleneck: Whether a block has three convolutions (50 layers) and not two (18 layers).
         is_v2: Whether BatchNorm and ReLU come before each convolution and not after it.
-        num_classes: Width of the last layer.
-        width: Channels of the first convolution.
     """
     layers: list[nn.Module] = [nn.BatchNorm2d(3, affine=False)] if is_v2 else []
     layers += [

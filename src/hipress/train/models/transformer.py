@@ -16,14 +16,7 @@ from hipress.train.tasks import PADDING
 
 
 class Attention(nn.Module):
-    """Multi-head attention with separate matrices for query, key, value and output.
-
-    Args:
-        width: Size of a token's vector, both input and output.
-        num_heads: Number of heads that share the width.
-        bias: Whether the four matrices have a bias.
-        dropout: Dropout of the attention weights.
-    """
+    """Multi-head attention with separate matrices for query, key, value and output."""
 
     def __init__(self, width: int, num_heads: int, *, bias: bool, dropout: float) -> None:
         super().__init__()
@@ -61,15 +54,9 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder and a decoder.
+    """An encoder and a decoder of `num_layers` each; one vocabulary serves both languages.
 
-    Args:
-        vocabulary: Number of tokens, both languages together.
-        width: Size of an embedding.
-        inner: Width inside a feed-forward layer.
-        num_layers: Layers of the encoder, and of the decoder.
-        num_heads: Heads of the attention in each layer.
-        dropout: Dropout of embeddings, of attention and of each layer's output.
+    The dropout acts on embeddings, on attention and on each layer's output.
     """
 
     def __init__(

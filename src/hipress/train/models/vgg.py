@@ -19,11 +19,8 @@ def vgg(
 ) -> nn.Module:
     """Return a VGG for images of side 32 and more; published with 224.
 
-    Args:
-        widths: One of `WIDTHS`, or another of the same form.
-        hidden: Width of the two fully connected layers.
-        num_classes: Width of the last layer.
-        dropout: Dropout after each of the two fully connected layers.
+    `widths` is one of `WIDTHS`, or another of the same form; `hidden` is the width of the two fully
+    connected layers, each of which is followed by a dropout.
     """
     layers, channels = _convolutions(widths)
     layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
@@ -43,10 +40,8 @@ def vgg(
 def small_vgg(widths: Sequence[int], hidden: int, num_classes: int = 10) -> nn.Module:
     """Return a VGG without dropout for images of side 32 and more; made for 32.
 
-    Args:
-        widths: Channels of each 3x3 convolution; 0 halves the image.
-        hidden: Width of the two fully connected layers, which hold most of the bytes.
-        num_classes: Width of the last layer.
+    `widths` has the form of `WIDTHS`; `hidden` is the width of the two linear layers, which
+    hold most of the bytes.
     """
     layers, channels = _convolutions(widths)
     side = 32 >> widths.count(0)
