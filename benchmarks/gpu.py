@@ -52,7 +52,7 @@ MORE = ("none", "onebit(means=2)", "dithering(partition=natural, norm=l2)", "top
 
 
 def median_ms(job: Callable[[], Any], budget_s: float = 0.15) -> float:
-    """The median time of a job by device events, several at a time so that none waits for us."""
+    """Return the median time of a job by device events, in groups so that none waits."""
     for _ in range(2):
         job()
     torch.cuda.synchronize()
@@ -71,7 +71,7 @@ def median_ms(job: Callable[[], Any], budget_s: float = 0.15) -> float:
 
 
 def graph_of(job: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A job captured, after a warm-up on a side stream."""
+    """Capture a job as a graph, after a warm-up on a side stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -84,7 +84,7 @@ def graph_of(job: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def check(name: str, numel: int, dtype: torch.dtype) -> str:
-    """Empty if CPU and GPU agree, else what differs: codes equal, floats within some ulp."""
+    """Return how CPU and GPU differ; empty if codes are equal and floats are within some ulps."""
     codec = hipress.codec(name)
     torch.manual_seed(numel)
     first = torch.randn(numel).to(dtype)
@@ -94,8 +94,8 @@ def check(name: str, numel: int, dtype: torch.dtype) -> str:
         x = torch.randn(numel).to(dtype)
         want, have = codec.encode(x, on_cpu), codec.encode(x.cuda(), on_gpu)
         differ = (want != have.cpu()).sum().item()
-        # A scale may be an ulp off: at most every float of the payload in its last byte or two,
-        # and the codes of elements on the edge between two levels.
+        # A scale may differ by an ulp, which changes the last one or two bytes of each float of the
+        # payload, and the codes of elements on the edge between two levels.
         if differ > 8 + numel // 256 + 0.0005 * want.numel():
             return f"step {step}: {differ} of {want.numel()} bytes differ"
         for key, value in on_cpu.items():
@@ -117,7 +117,7 @@ def check(name: str, numel: int, dtype: torch.dtype) -> str:
 
 
 def check_graph(name: str, numel: int = 1_000_003) -> str:
-    """Empty if a captured encode and decode give the bytes of plain ones."""
+    """Compare the bytes of captured encode and decode with plain ones; empty if they are equal."""
     codec = hipress.codec(name)
     x = torch.randn(numel, device="cuda")
     plain, captured = codec.init(x, seed=1), codec.init(x, seed=1)
@@ -144,13 +144,13 @@ def check_graph(name: str, numel: int = 1_000_003) -> str:
 
 
 def copy_bandwidth(numel: int) -> float:
-    """Bytes per second of a copy on the device, read and written."""
+    """Return the bytes per second, read and written, of a copy on the device."""
     a, b = (torch.empty(numel, device="cuda").normal_() for _ in range(2))
     return 8 * numel / median_ms(lambda: b.copy_(a), 0.3) * 1e3
 
 
 def time_codec(name: str, numel: int, dtype: torch.dtype, bandwidth: float) -> dict[str, Any]:
-    """Times of encode, decode and decode-add, and their ratios."""
+    """Return the times of encode, decode and decode-add, and their ratios."""
     codec = hipress.codec(name)
     x = torch.empty(numel, device="cuda", dtype=dtype).normal_()
     state = codec.init(x)
@@ -180,7 +180,7 @@ def time_codec(name: str, numel: int, dtype: torch.dtype, bandwidth: float) -> d
 
 
 def time_bulk(bandwidth: float) -> dict[str, Any]:
-    """A thousand gradients of 16 KB in one frame, replayed as a graph."""
+    """Time a thousand gradients of 16 KB in one frame, replayed as a graph."""
     bulk = hipress.codec("ef(onebit)").bulk([4096] * 1000)
     flat = torch.empty(bulk.numel, device="cuda").normal_()
     state = bulk.init(flat)
@@ -199,7 +199,7 @@ def time_bulk(bandwidth: float) -> dict[str, Any]:
 
 
 def time_bucket(bandwidth: float) -> dict[str, Any]:
-    """One bucket of 25 MB, warm in the cache, replayed as a graph."""
+    """Time one bucket of 25 MB, warm in the cache, replayed as a graph."""
     codec = hipress.codec("ef(onebit)")
     x = torch.empty(25 * 2**20 // 4, device="cuda").normal_()
     state = codec.init(x)
@@ -216,7 +216,7 @@ def time_bucket(bandwidth: float) -> dict[str, Any]:
 
 
 def replayed_us(job: Callable[[], Any], repeat: int = 20) -> float:
-    """Microseconds of a job inside a captured graph that holds it several times."""
+    """Return the microseconds of a job inside a captured graph that repeats it."""
 
     def several() -> None:
         for _ in range(repeat):
@@ -250,7 +250,7 @@ EAGER = ("onebit", "minmax(bits=2)", "terngrad", "topk(ratio=0.01, exact=true)")
 
 
 def time_eager(name: str, numel: int) -> dict[str, Any]:
-    """Our encode beside the same algorithm in eager torch, plain and with buffers made before."""
+    """Time our encode and the same algorithm in eager torch, with and without reused buffers."""
     from hipress.bench import eager, eager_tuned
 
     ours = hipress.codec(name)
@@ -259,7 +259,7 @@ def time_eager(name: str, numel: int) -> dict[str, Any]:
     frame = ours.encode(x, state)
     row: dict[str, Any] = {"job": f"eager {name}, in graphs", "numel": numel}
 
-    # As graphs, so that all forms are timed on the device alone: none waits to be started.
+    # As graphs, so that no form waits for the host and all are timed on the device alone.
     def graph_ms(job: Callable[[], Any]) -> float:
         return round(median_ms(graph_of(job).replay), 4)
 
@@ -288,7 +288,7 @@ GRACE = {
 
 
 def time_grace(name: str, numel: int) -> dict[str, Any]:
-    """Our encode and decode (state and packing included) beside GRACE's (neither)."""
+    """Time our encode and decode (state and packing included) and GRACE's (neither included)."""
     module, kind, arguments = GRACE[name]
     theirs = getattr(import_module(f"grace_dl.dist.compressor.{module}"), kind)(*arguments)
     ours = hipress.codec(name)
@@ -315,13 +315,13 @@ SIZES = (
 
 
 def checks_of(name: str) -> dict[str, str]:
-    """All checks of a codec, in a process of its own: compiling takes most of the time."""
+    """Run all checks of a codec, in its own process: compiling takes most of the time."""
     found = {f"{name} {n} {d}": attempt(partial(check, name, n, d)) for n, d in SIZES}
     return found | {f"{name} graph": attempt(partial(check_graph, name))}
 
 
 def attempt(job: Callable[[], str]) -> str:
-    """What a check found, or how it broke."""
+    """Return the result of a check, or its error."""
     try:
         return job() or "ok"
     except Exception as error:
@@ -329,7 +329,7 @@ def attempt(job: Callable[[], str]) -> str:
 
 
 def rows_of(args: argparse.Namespace, names: list[str], bandwidth: float) -> Iterator[Any]:
-    """The jobs that are timed."""
+    """Return the jobs to time."""
     for dtype in args.dtypes:
         for name in names:
             yield name, partial(time_codec, name, args.numel, getattr(torch, dtype), bandwidth)
@@ -361,11 +361,11 @@ BARS = {
     "randomk": 0.6,
     "dgc": 0.6,
 }
-"""What we want of encoding float32: this share of the copy bandwidth."""
+"""Target for encoding float32, as a share of the copy bandwidth."""
 
 
 def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     lines = [
         f"{report['device']}, torch {report['torch']}, Triton {report['triton']}, "
         f"{report['date']}; copy: {report['copy_gb_s']:.0f} GB/s.",
@@ -392,7 +392,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Checks, then times; exits with 1 if a check failed or a job broke."""
+    """Run the checks, then the timings; exit with 1 if a check or a job failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where to write the results")
     parser.add_argument("--numel", type=int, default=256 * 2**20)

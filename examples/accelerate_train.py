@@ -1,9 +1,9 @@
 """Accelerate with compressed gradients: torchrun --nproc_per_node 2 examples/accelerate_train.py.
 
 `hipress.attach` goes after `prepare`, which wraps the model in DDP. `register_for_checkpointing`
-then puts what the codec remembers into `save_state` and takes it out in `load_state`. Both work on
-all ranks together: call them on all, not on the main process alone. Run again with --resume to go
-on from the last checkpoint.
+makes `save_state` and `load_state` include the state of the codec. Both are collective: call them
+on all ranks, not on the main process only. Run again with --resume to continue from the last
+checkpoint.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Lightning with compressed gradients, on two CPU ranks: python examples/lightning_train.py.
 
 `DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook)` takes `hipress.torch.comm_hook(...)` too,
-but Lightning registers that hook on GPUs only, and says nothing elsewhere. A callback that calls
-`hipress.attach` works on both, knows the gradients by name, and puts what the codec remembers into
-Lightning's checkpoints. Run again with --resume to go on from the last of them.
+but Lightning registers that hook on GPUs only, without a warning on CPUs. A callback that calls
+`hipress.attach` works on both, knows the names of gradients, and saves the state of the codec in
+Lightning's checkpoints. Run again with --resume to continue from the last one.
 """
 
 from __future__ import annotations

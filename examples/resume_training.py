@@ -1,4 +1,4 @@
-"""Training that goes on where it stopped, bit for bit, after a rank has died.
+"""Training that resumes where it stopped, bit for bit, after a rank has died.
 
 On each of four hosts, with a folder that all of them see:
 
@@ -10,11 +10,11 @@ or on one machine, with the same variable and without --master-port:
 
     torchrun --nproc-per-node=2 --max-restarts=2 examples/resume_training.py
 
-A checkpoint holds the model, the optimizer and `sync.state_dict()`: what the codec has not sent yet
-of each rank's gradients. When a rank dies, torchrun starts all of them again, and they go on from
-the last checkpoint. The variable gives every start a store of its own; without it, ranks find the
-addresses of those that died (pytorch/pytorch#135712). What data comes next follows here from the
-step alone; a script that draws random numbers must save their state too.
+A checkpoint holds the model, the optimizer and `sync.state_dict()`: the part of each rank's
+gradients that the codec has not sent yet. When a rank dies, torchrun restarts all of them, and they
+resume from the last checkpoint. The variable gives every start its own store; without it, ranks
+find the addresses of the dead ones (pytorch/pytorch#135712). Here the next data depends on the step
+only; a script that draws random numbers must save their state too.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
-    parser.add_argument("--folder", type=Path, default=Path("resume-digits"), help="for them")
+    parser.add_argument("--folder", type=Path, default=Path("resume-digits"), help="of checkpoints")
     args = parser.parse_args()
     file = args.folder / "checkpoint.pt"
 
-    # A little longer than HIPRESS_TIMEOUT, which is 300. For what DDP itself sends (buffers such
-    # as those of BatchNorm) torch would wait half an hour for a rank that does not come.
+    # A little longer than HIPRESS_TIMEOUT, which is 300. It bounds what DDP itself sends (such as
+    # the buffers of BatchNorm), for which torch would wait half an hour.
     dist.init_process_group("gloo", timeout=timedelta(seconds=330))
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def save(state: dict[str, object], file: Path) -> None:
-    """Writes a checkpoint whole or not at all: a file of that name is always complete."""
+    """Writes a checkpoint atomically: a file of that name is always complete."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
     with partial.open("wb") as out:

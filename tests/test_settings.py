@@ -109,7 +109,7 @@ def test_a_bad_value_is_refused_with_value_rule_choices_and_next_step(
     assert str(caught.value) == message
 
 
-def test_a_default_that_can_not_work_says_what_to_set(monkeypatch):
+def test_a_default_that_cannot_work_says_what_to_set(monkeypatch):
     # A user without a home: "~" stays as it is.
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     with pytest.raises(UsageError, match="the default of HIPRESS_CACHE_DIR.*set HIPRESS_CACHE_DIR"):
@@ -119,12 +119,12 @@ def test_a_default_that_can_not_work_says_what_to_set(monkeypatch):
 def test_values_are_read_when_asked_for(monkeypatch):
     monkeypatch.setenv("HIPRESS_THREADS", "3")
     assert settings.num_threads() == 3
-    assert settings.text(settings.THREADS) == "3"
+    assert settings.THREADS.text() == "3"
     monkeypatch.setenv("HIPRESS_THREADS", "4")
     assert settings.num_threads() == 4
     monkeypatch.delenv("HIPRESS_THREADS")
     assert settings.num_threads() == 1
-    assert settings.text(settings.THREADS) == "1"
+    assert settings.THREADS.text() == "1"
 
 
 def test_unknown_variables_are_listed_with_the_nearest_name():
@@ -146,7 +146,7 @@ def test_every_row_is_complete_and_its_default_is_valid():
     for setting in settings.SETTINGS:
         assert setting.name.startswith(settings.PREFIX)
         assert setting.meaning and setting.rule
-        settings.read(setting, {})
+        setting.read({})
 
 
 def test_no_variable_is_read_outside_the_table():

@@ -18,11 +18,11 @@ from hipress.timeline import (
     QUEUES,
     Event,
     RankTrace,
-    check_trace,
     chrome_trace,
     overlap_s,
-    summary,
 )
+from tests import traces
+from tests.traces import check_trace, summary
 
 
 def event(queue, start_ns, end_ns, verb="task", **others):
@@ -54,8 +54,9 @@ def row_names(trace, number=0):
 
 
 def test_examples_run():
-    result = doctest.testmod(timeline)
-    assert result.attempted >= 10 and result.failed == 0
+    for module, least in ((timeline, 6), (traces, 4)):
+        result = doctest.testmod(module)
+        assert result.attempted >= least and result.failed == 0
 
 
 # --- overlap --------------------------------------------------------------------------------------
@@ -103,10 +104,12 @@ def test_bytes_bring_all_back(events, offset_ns):
     assert RankTrace.from_bytes(one.to_bytes()) == one
 
 
-def test_every_field_travels():
-    assert list(timeline._EVENT) == [field.name for field in dataclasses.fields(Event)]
-    travels = {*timeline._RANK_TRACE, "events"}
-    assert travels == {field.name for field in dataclasses.fields(RankTrace)}
+def test_every_field_travels_and_has_a_type_that_is_checked():
+    names = [field.name for field in dataclasses.fields(Event)]
+    assert len(GOOD["events"][0]) == len(names)
+    assert GOOD.keys() == {field.name for field in dataclasses.fields(RankTrace)} | {"version"}
+    for kind in (Event, RankTrace):
+        assert {field.type for field in dataclasses.fields(kind)} <= timeline._TYPES.keys()
 
 
 GOOD = json.loads(rank(0, event("recv", 1, 2)).to_bytes())
@@ -133,7 +136,7 @@ GOOD = json.loads(rank(0, event("recv", 1, 2)).to_bytes())
 )
 def test_other_bytes_are_refused(data):
     data = data if isinstance(data, bytes) else json.dumps(data).encode()
-    with pytest.raises(PeerError, match="timeline of a rank can not be read .*same version"):
+    with pytest.raises(PeerError, match="timeline of a rank cannot be read .*same version"):
         RankTrace.from_bytes(data)
 
 

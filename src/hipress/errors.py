@@ -2,17 +2,20 @@
 
     HipressError
       + UsageError (ValueError)               a bad argument, setting or codec expression
-      + ProgramError                          a CompLL program that can not be compiled
+      + ProgramError                          a CompLL program that cannot be compiled
       + FrameError (ValueError)               a frame that is refused before any field is used
       + MissingDependencyError (ImportError)  an optional package that is not installed
-      + BackendError (RuntimeError)           a backend that can not do what was asked
-      + AgreementError (RuntimeError)         ranks that were given different things
-      + PeerError (RuntimeError)              a rank that is gone, late, or sends other things
-      + LabError (RuntimeError)               an emulated cluster that is refused, or a job in it
-      + TrainingError (RuntimeError)          a training run that cannot go on
+      + BackendError (RuntimeError)           a backend that cannot do what was asked
+      + AgreementError (RuntimeError)         ranks whose codec, plan or model differ
+      + PeerError (RuntimeError)              a rank that is gone, late or sends bad messages
+      + LabError (RuntimeError)               an emulated cluster, or a job in it, that failed
+      + TrainingError (RuntimeError)          a training run that cannot continue
 
-A message is one sentence that names the value, the rule, the choices and the next step.
+A message is one sentence that names the value, the rule, the choices and the next step. Errors are
+pickled when they cross process boundaries; `__reduce__` exists where arguments are keyword-only.
 """
+
+from functools import partial
 
 __all__ = [
     "AgreementError",
@@ -29,11 +32,11 @@ __all__ = [
 
 
 class HipressError(Exception):
-    """The root of every error that HiPress raises on purpose."""
+    """The base class of every error that HiPress raises on purpose."""
 
 
 class UsageError(HipressError, ValueError):
-    """Input from the user that breaks a rule: an argument, a setting, a codec expression."""
+    """User input breaks a rule: an argument, a setting, a codec expression."""
 
 
 class ProgramError(HipressError):
@@ -63,19 +66,16 @@ class ProgramError(HipressError):
         return f"{place}\n{excerpt}" if excerpt else place
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross process borders by pickle, which knows nothing of keyword-only arguments.
-        return (
-            _program_error,
-            (self.file, self.line, self.column, self.source_line, self.message),
-        )
+        names = ("file", "line", "column", "source_line", "message")
+        return partial(ProgramError, **{name: getattr(self, name) for name in names}), ()
 
 
 class FrameError(HipressError, ValueError):
-    """A frame that is refused: foreign, cut short, too long, or with a field out of range."""
+    """A frame is foreign, cut short, too long, or has a field out of range."""
 
 
 class MissingDependencyError(HipressError, ImportError):
-    """An optional package that is needed now and is not installed.
+    """An optional package is needed and is not installed.
 
     Args:
         package: Name of the missing package, as pip knows it.
@@ -95,15 +95,15 @@ class MissingDependencyError(HipressError, ImportError):
 
 
 class BackendError(HipressError, RuntimeError):
-    """A backend that is absent, or that can not run what it was given."""
+    """A backend that is not available, or that cannot run what it was given."""
 
 
-class AgreementError(HipressError, RuntimeError):
-    """Ranks that differ in what must be the same: codec, plan, tensors, versions.
+class _RanksError(HipressError, RuntimeError):
+    """An error that names ranks.
 
     Args:
-        message: What differs, and on which ranks.
-        ranks: Those that differ from rank 0.
+        message: What happened, and on which ranks.
+        ranks: The ranks at fault, if they are known.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
@@ -111,27 +111,26 @@ class AgreementError(HipressError, RuntimeError):
         self.ranks = ranks
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_with_ranks, (type(self), str(self), self.ranks))
+        return partial(type(self), str(self), ranks=self.ranks), ()
 
 
-class PeerError(HipressError, RuntimeError):
-    """A rank that is gone, late, or whose messages are not what was expected.
+class AgreementError(_RanksError):
+    """Ranks differ in what must be the same: codec, plan, tensors, versions.
 
-    Args:
-        message: What was seen.
-        ranks: The ranks it is about, where they are known.
+    `ranks` are those that differ from rank 0.
     """
 
-    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.ranks = ranks
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_with_ranks, (type(self), str(self), self.ranks))
+class PeerError(_RanksError):
+    """A rank is gone, late, or sent messages that were not expected."""
 
 
 class LabError(HipressError, RuntimeError):
-    """An emulated cluster that this system refuses, or a job in it that failed or took too long."""
+    """An emulated cluster cannot be built here, or a job in it failed or took too long."""
+
+
+class TrainingError(HipressError, RuntimeError):
+    """A training run cannot continue, for example because its loss is not finite."""
 
 
 def _excerpt(source_line: str, column: int) -> str:
@@ -145,21 +144,3 @@ def _excerpt(source_line: str, column: int) -> str:
     # A program may come from a stranger: no escape sequence reaches the terminal.
     shown = "".join(char if char.isprintable() or char == "\t" else "?" for char in text.rstrip())
     return f"    {shown}\n    {padding}^"
-
-
-def _with_ranks(
-    kind: type[AgreementError] | type[PeerError], message: str, ranks: tuple[int, ...]
-) -> HipressError:
-    return kind(message, ranks=ranks)
-
-
-def _program_error(
-    file: str, line: int, column: int, source_line: str, message: str
-) -> ProgramError:
-    return ProgramError(
-        file=file, line=line, column=column, source_line=source_line, message=message
-    )
-
-
-class TrainingError(HipressError, RuntimeError):
-    """A training run that cannot go on, such as one whose loss is not finite."""

@@ -1,7 +1,8 @@
-"""A plan: for each gradient by name, what happens to it. Read, checked, never changed.
+"""A plan: the codec, strategy and partitions of each gradient, by name. Plans are immutable.
 
-Two formats: `plan.json`, which says everything, and the `SeCoPaPlan.txt` of SOSP'21, whose lines
-`name,size,y|n,partitions` say which gradients are compressed, not how (`ANY`).
+There are two file formats: `plan.json`, which holds everything, and the `SeCoPaPlan.txt` of
+SOSP'21, whose lines `name,size,y|n,partitions` say which gradients are compressed, but not with
+which codec and strategy (`ANY`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from hipress.errors import UsageError
 from hipress.profile import version_of
 
 VERSION = 2
-"""Of what is written; 1, which is read too, had only codec, strategy, partitions and reason."""
+"""Version of written plans; version 1 had only codec, strategy, partitions and reason."""
 
 ANY = "any"
-"""Stands for a codec or strategy that is named beside the plan, by who uses it."""
+"""Placeholder for a codec or strategy that the user of the plan names separately."""
 
 LARGE_NUMEL = 2**17
-"""From so many elements on, a gradient that is left alone goes by the transport's own sum; smaller
+"""Uncompressed gradients of at least so many elements use the transport's own all-reduce; smaller
 ones share a message with others of their bucket."""
 
 EXAMPLES = (
@@ -53,7 +54,7 @@ def exempt_reason(dims: int, numel: int, min_size: int = MIN_SIZE) -> str:
 
 
 def plain_strategy(numel: int | None) -> str:
-    """How a gradient travels that is left alone."""
+    """Return the strategy of an uncompressed gradient."""
     return "allreduce" if numel is not None and numel >= LARGE_NUMEL else "ps"
 
 
@@ -63,33 +64,33 @@ class Decision(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     codec: str = "none"
-    """An expression; `none` sends the gradient as it is, `any` is to be filled in."""
+    """A codec expression; `none` sends the gradient uncompressed, `any` is filled in later."""
     strategy: str = "ps"
-    """A name, or `any`, which is to be filled in."""
+    """Name of a strategy; `any` is filled in later."""
     partitions: int | None = Field(default=None, ge=1)
-    """Slices; by size if None."""
+    """Number of partitions; None derives it from the size."""
     bulk: int | None = Field(default=None, ge=0)
-    """Gradients of one bucket with the same number may share frames; by size if None."""
+    """Gradients of a bucket with the same number may share frames; None groups them by size."""
     order: int | None = None
-    """Lower starts first among the groups of a bucket; as they come if None."""
+    """Within a bucket, groups with a lower number start first; None keeps their order."""
     numel: int | None = Field(default=None, ge=0)
-    """Elements."""
+    """Number of elements."""
     compressed_s: float | None = Field(default=None, ge=0)
-    """One of the two times that it was decided from: the step with this gradient compressed, all
-    else as planned; in a plan of the published model, the exchange of this gradient alone."""
+    """Predicted time of the step with this gradient compressed and all others as planned; in a plan
+    of the published model, of the exchange of this gradient alone."""
     plain_s: float | None = Field(default=None, ge=0)
-    """The other: with this gradient left alone."""
+    """The same time with this gradient uncompressed; the decision compares the two."""
     reason: str = ""
-    """For people: why."""
+    """Explanation for people."""
 
     @property
     def is_compressed(self) -> bool:
-        """Whether a codec works on it."""
+        """Whether the gradient is compressed."""
         return self.codec != "none"
 
 
 class Plan(BaseModel):
-    """Decisions by gradient.
+    """The decisions for all gradients of a model.
 
     Example:
         >>> plan = Plan(gradients={"fc.weight": Decision(codec="onebit", strategy="ring")})
@@ -101,39 +102,39 @@ class Plan(BaseModel):
 
     version: int = Field(default=VERSION, ge=1)
     epoch: int = 0
-    """Counts the plans of a run: ranks that hold different ones say so."""
+    """Number of the plan within a run; ranks with different plans refuse to go on."""
     num_ranks: int | None = Field(default=None, ge=1)
-    """That it was made for."""
+    """Number of ranks that the plan was made for."""
     step_s: float | None = Field(default=None, ge=0)
     """Predicted time of a step with this plan."""
     plain_step_s: float | None = Field(default=None, ge=0)
     """Predicted time of a step with nothing compressed."""
     made_from: str = ""
-    """For people: what it was made from."""
+    """Description, for people, of the costs that the plan was made from."""
     gradients: dict[str, Decision] = Field(default_factory=dict)
-    """By parameter name; those that are not named are sent as they are."""
+    """Decisions by parameter name; gradients that are not named are sent uncompressed."""
 
     def decision(self, name: str) -> Decision:
-        """What happens to a gradient."""
+        """Return the decision for a gradient."""
         return self.gradients.get(name, Decision(reason="not in the plan"))
 
     @property
     def num_compressed(self) -> int:
-        """Gradients that a codec works on."""
+        """Number of compressed gradients."""
         return sum(decision.is_compressed for decision in self.gradients.values())
 
     @property
     def takes_strategy(self) -> bool:
-        """Whether it leaves a strategy open, as a text plan does."""
+        """Whether the plan leaves a strategy open, as a text plan does."""
         return any(decision.strategy == ANY for decision in self.gradients.values())
 
     @property
     def takes_codec(self) -> bool:
-        """Whether it leaves a codec open; a text plan does, also one that compresses nothing."""
+        """Whether the plan leaves a codec open; a text plan does, even without a `y` line."""
         return self.takes_strategy or any(d.codec == ANY for d in self.gradients.values())
 
     def with_codec(self, codec: str, strategy: str = "ps") -> Plan:
-        """The plan with `any` filled in; what it names itself stays.
+        """Return the plan with every `any` replaced by this codec or strategy.
 
         Example:
             >>> plan = Plan.parse("fc.weight,y,4", "plan.txt").with_codec("onebit", "ring")
@@ -153,9 +154,9 @@ class Plan(BaseModel):
         return self.model_copy(update={"gradients": filled})
 
     def save(self, path: str | Path) -> None:
-        """Writes it: as JSON, or as SeCoPaPlan.txt does where the path ends in `.txt`.
+        """Write the plan as JSON, or in the format of SeCoPaPlan.txt if the path ends in `.txt`.
 
-        What was there is replaced at once, so that no reader meets half a plan.
+        An existing file is replaced atomically, so that no reader sees half a plan.
 
         Raises:
             UsageError: The file cannot be written, or its lines cannot hold the plan.
@@ -173,14 +174,14 @@ class Plan(BaseModel):
             ) from error
 
     def as_text(self) -> str:
-        """The lines `name,size,y|n,partitions`; codec and strategy have no place there.
+        """Return the lines `name,size,y|n,partitions`, which omit codec and strategy.
 
         Raises:
             UsageError: A gradient has no size or no partitions, or its name holds a comma.
         """
         lines = []
         for name, made in self.gradients.items():
-            # Of a gradient left alone the number means nothing; the original writes N.
+            # The original writes the number of ranks for uncompressed gradients; it has no effect.
             plain = None if made.is_compressed else self.num_ranks or 1
             partitions = made.partitions or plain
             for is_missing, what in (
@@ -198,10 +199,10 @@ class Plan(BaseModel):
 
     @classmethod
     def read(cls, given: Any) -> Plan:
-        """A plan from what a user gave: one, the path of one, or what its file would hold.
+        """Return a plan from a user's argument: a Plan, a path, or the contents of a plan.json.
 
         Raises:
-            UsageError: It is none of these.
+            UsageError: The argument is none of these.
         """
         if isinstance(given, Plan):
             return given
@@ -215,11 +216,10 @@ class Plan(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads a plan from a file of either format.
+        """Read a plan from a file of either format.
 
         Raises:
-            UsageError: There is no such file, it is no plan, or of a version this reader does
-                not know.
+            UsageError: The file does not exist, is not a plan, or has a newer version.
         """
         try:
             found = Path(path).read_bytes()
@@ -236,7 +236,7 @@ class Plan(BaseModel):
 
     @classmethod
     def parse(cls, text: str, name: str = "given") -> Plan:
-        """Reads a plan from its text: JSON where it begins with a brace; `name` is for errors."""
+        """Read a plan from text, which is JSON if it begins with a brace; errors cite `name`."""
         if text.lstrip().startswith("{"):
             return _checked(lambda: cls.model_validate_json(text), text, name)
         gradients: dict[str, Decision] = {}
@@ -256,7 +256,7 @@ class Plan(BaseModel):
 
 
 def _row(line: str) -> tuple[str, Decision]:
-    """Gradient and decision of a line of a text plan; a ValueError says what is wrong."""
+    """Parse a line of a text plan; a ValueError says what is wrong."""
     fields = [field.strip() for field in line.split(",")]
     if len(fields) not in (3, 4):
         raise ValueError(f"{line.strip()!r} has {len(fields)} fields")
@@ -294,7 +294,7 @@ def _checked(made: Callable[[], Plan], source: object, name: str) -> Plan:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise _no_plan(name, where, first["msg"]) from error
-    # What an older one lacks has its default now, so it would be written as a new one.
+    # Fields that an older version lacks have their defaults now.
     return plan.model_copy(update={"version": VERSION})
 
 
@@ -303,7 +303,7 @@ def _no_plan(name: str, where: str, why: str) -> UsageError:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file beside and moves it there; what is no plain file (a pipe) is written to."""
+    """Replace a file atomically; what is not a regular file (a pipe) is written to directly."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")

@@ -1,8 +1,8 @@
 """Every `HIPRESS_*` environment variable, in one table.
 
-Nothing is read at import and nothing is kept: a value is parsed each time it is asked for. An empty
-variable counts as unset. A new variable is one row below, one line in `SETTINGS`, and a function
-where others need its value by name.
+Nothing is read at import and nothing is cached: a value is parsed each time it is asked for. An
+empty variable counts as unset. To add a variable, write its row, list it in `SETTINGS`, and bind
+its `read` to a name below the table.
 """
 
 import difflib
@@ -26,70 +26,49 @@ class Setting(Generic[T]):
     """One environment variable: its name, its default, what it means, and how it is read."""
 
     name: str
-
     default: Callable[[Environ], str]
-    """The text that stands for an unset variable; the default may depend on other variables."""
-
+    """Returns the text that is used if the variable is unset, which may depend on others."""
     meaning: str
     """One line for the manual and for `hipress doctor`."""
-
     rule: str
     """What a value must be, to complete the sentence "it must be ..."."""
-
     parse: Callable[[str], T]
-    """Text to value; raises ValueError on a text that breaks the rule."""
-
+    """Turns the text into a value; raises ValueError if the text breaks the rule."""
     choices: tuple[str, ...] = ()
-    """The allowed texts where there are few; used to suggest the nearest one."""
+    """The allowed texts if there are few; the error message suggests the nearest one."""
+
+    def text(self, environ: Environ | None = None) -> str:
+        """Return the text of the variable, or its default."""
+        environ = os.environ if environ is None else environ
+        return environ.get(self.name, "").strip() or self.default(environ)
+
+    def read(self, environ: Environ | None = None) -> T:
+        """Return the current value, from the environment of this process if `environ` is None.
+
+        Raises:
+            UsageError: The variable is set to a text that breaks the rule.
+        """
+        environ = os.environ if environ is None else environ
+        value = self.text(environ)
+        try:
+            return self.parse(value)
+        except ValueError:
+            raise UsageError(_refusal(self, value, self.default(environ))) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownVariable:
-    """A `HIPRESS_*` variable that is set and means nothing, and the name it may stand for."""
+    """A `HIPRESS_*` variable that is set and unknown, and the known name closest to it."""
 
     name: str
     suggestion: str | None
 
 
-def read(setting: Setting[T], environ: Environ | None = None) -> T:
-    """Return the value of a setting now.
-
-    Args:
-        setting: A row of `SETTINGS`.
-        environ: Where to look; the environment of this process if None.
-
-    Raises:
-        UsageError: The variable is set to a text that breaks the rule.
-    """
-    environ = os.environ if environ is None else environ
-    value = text(setting, environ)
-    try:
-        return setting.parse(value)
-    except ValueError:
-        raise UsageError(_refusal(setting, value, setting.default(environ))) from None
-
-
-def text(setting: Setting[Any], environ: Environ | None = None) -> str:
-    """Return the text that a setting is read from: that of the variable, or the default."""
-    environ = os.environ if environ is None else environ
-    return environ.get(setting.name, "").strip() or setting.default(environ)
-
-
-def cache_dir(environ: Environ | None = None) -> Path:
-    """Return the folder that holds compiled kernels (it need not exist yet)."""
-    return read(CACHE_DIR, environ)
-
-
-def num_threads(environ: Environ | None = None) -> int:
-    """Return how many threads one codec call may use on a CPU."""
-    return read(THREADS, environ)
-
-
 def exchange_threads(num_local_ranks: int, environ: Environ | None = None) -> int:
     """Return how many threads encode and decode during a gradient exchange on a CPU.
 
-    Unless HIPRESS_THREADS is set, half of the cores, shared among the ranks of the host, and at
-    most 4: the rest is for training itself, and four keep up with 10 Gbit.
+    Unless HIPRESS_THREADS is set, the ranks of a host share half of its cores, and each uses at
+    most 4: the other cores are for training itself, and 4 threads keep up with 10 Gbit.
     """
     environ = os.environ if environ is None else environ
     if environ.get(THREADS.name, "").strip():
@@ -98,38 +77,18 @@ def exchange_threads(num_local_ranks: int, environ: Environ | None = None) -> in
     return max(1, min(4, cores // (2 * num_local_ranks)))
 
 
-def backend(environ: Environ | None = None) -> str:
-    """Return the CompLL backend asked for: "auto", "reference", "cpu" or "gpu"."""
-    return read(BACKEND, environ)
-
-
-def fashion_mnist(environ: Environ | None = None) -> Path | None:
-    """Return the folder of the Fashion-MNIST files, None where there is none."""
-    return read(FASHION_MNIST, environ)
-
-
-def log_level(environ: Environ | None = None) -> int:
-    """Return the level for the logger `hipress`, as `logging` numbers them."""
-    return read(LOG, environ)
-
-
-def timeout_s(environ: Environ | None = None) -> float:
-    """Return how long a rank may be late, in seconds."""
-    return read(TIMEOUT, environ)
-
-
 def unknown_variables(environ: Environ | None = None) -> list[UnknownVariable]:
     """Return the `HIPRESS_*` variables that are set and are not in the table, sorted by name."""
     environ = os.environ if environ is None else environ
-    # Compared without the prefix, which alone would make any two names look close.
+    # Names are compared without the prefix, which would make any two of them look similar.
     known = [setting.name.removeprefix(PREFIX) for setting in SETTINGS]
     found = sorted(name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX))
-    strays = []
-    for stray in (name for name in found if name not in known):
-        nearest = difflib.get_close_matches(stray, known, n=1)
+    unknown = []
+    for name in (name for name in found if name not in known):
+        nearest = difflib.get_close_matches(name, known, n=1)
         suggestion = PREFIX + nearest[0] if nearest else None
-        strays.append(UnknownVariable(name=PREFIX + stray, suggestion=suggestion))
-    return strays
+        unknown.append(UnknownVariable(name=PREFIX + name, suggestion=suggestion))
+    return unknown
 
 
 def _refusal(setting: Setting[Any], value: str, default: str) -> str:
@@ -151,7 +110,7 @@ def _fixed(value: str) -> Callable[[Environ], str]:
 
 
 def _default_cache_dir(environ: Environ) -> str:
-    # The XDG rules say that a relative XDG_CACHE_HOME is to be ignored.
+    # The XDG specification says that a relative XDG_CACHE_HOME is ignored.
     base = environ.get("XDG_CACHE_HOME", "")
     return os.path.join(base if os.path.isabs(base) else "~/.cache", "hipress")
 
@@ -235,7 +194,7 @@ LOG = Setting(
 FASHION_MNIST = Setting(
     name="HIPRESS_FASHION_MNIST",
     default=_fixed("none"),
-    meaning="folder of the Fashion-MNIST files, where a command is not told it",
+    meaning="folder of the Fashion-MNIST files, if a command is not given one",
     rule="an absolute path (a leading ~ is allowed), or none",
     parse=_path_or_none,
 )
@@ -250,3 +209,11 @@ TIMEOUT = Setting(
 
 SETTINGS: tuple[Setting[Any], ...] = (CACHE_DIR, THREADS, BACKEND, LOG, FASHION_MNIST, TIMEOUT)
 """The table: every variable that HiPress reads."""
+
+# The values by name, such as `settings.timeout_s()`; each takes an optional environment.
+cache_dir = CACHE_DIR.read
+num_threads = THREADS.read
+backend = BACKEND.read
+log_level = LOG.read
+fashion_mnist = FASHION_MNIST.read
+timeout_s = TIMEOUT.read

@@ -13,8 +13,7 @@ from hipress.bench.convergence_table import BEGIN, END
 from hipress.cli import _cluster
 from hipress.cli._convergence_rank import Config
 from hipress.cli.main import main
-from hipress.train.compare import compare
-from hipress.train.convergence import TASKS
+from hipress.train.convergence import TASKS, compare
 from tests.grid import full
 from tests.lab.conftest import refusal
 

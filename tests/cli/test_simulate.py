@@ -12,8 +12,8 @@ from hipress.cli.main import main
 from hipress.plan import Decision, Plan
 from hipress.secopa.search import search
 from hipress.secopa.sosp21 import presets, scaling
-from hipress.timeline import check_trace
 from tests.secopa.made_up import codec, profile
+from tests.traces import check_trace
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/scaling-published-2026-11-15.json"
 

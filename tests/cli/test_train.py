@@ -8,7 +8,7 @@ import pytest
 
 from hipress.cli import _train_view, train
 from hipress.cli.main import main
-from hipress.train.config import Config
+from hipress.train.config import TrainConfig
 from hipress.train.result import Facts, Result
 
 QUICK = ["--model", "tests.train.scripts.nets:plain", "--batch", "32", "--device", "cpu"]
@@ -66,14 +66,14 @@ def test_a_run_goes_on_and_its_log_too(tmp_path, capsys, caplog):
     capsys.readouterr()
     assert run("--steps", "9", *ways) == 0
     assert "steps 6 to 9" in capsys.readouterr().err
-    assert "going on from step 6 of 9" in caplog.text
+    assert "resuming from step 6 of 9" in caplog.text
     found = [row["step"] for row in rows(log) if row["kind"] == "step"]
     assert found == [3, 6, 9]
     # At its end there is nothing left to do but to look, also where it is past that.
     for steps in ("9", "5"):
         assert run("--steps", steps, *ways) == 0
         assert "0 steps in" in capsys.readouterr().out
-        assert f"going on from step 9 of {steps}: nothing is left; raise --epochs" in caplog.text
+        assert f"resuming from step 9 of {steps}: nothing is left; raise --epochs" in caplog.text
 
 
 def test_a_checkpoint_is_not_lost_by_forgetting_to_resume(tmp_path, capsys):
@@ -107,12 +107,12 @@ def test_without_evaluations(tmp_path):
     ],
 )
 def test_the_codec_follows_the_optimizer_where_none_is_given(options, num_ranks, codec):
-    assert Config(**options).settled(num_ranks).codec == codec
+    assert TrainConfig(**options).with_default_codec(num_ranks).codec == codec
 
 
 def test_onebit_in_front_of_momentum_is_told(caplog):
     assert run("--steps", "2", "--codec", "onebit", "--no-eval") == 0
-    assert "onebit in front of SGD's momentum may fall behind" in caplog.text
+    assert "onebit before SGD's momentum may lose accuracy" in caplog.text
     caplog.clear()
     assert run("--steps", "2", "--codec", "onebit", "--momentum", "0", "--no-eval") == 0
     assert "fall behind" not in caplog.text

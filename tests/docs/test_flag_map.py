@@ -21,7 +21,7 @@ from hipress.cli import train
 from hipress.cli.main import COMMANDS, load
 from hipress.errors import UsageError
 from hipress.train import data
-from hipress.train.config import Config
+from hipress.train.config import TrainConfig
 from hipress.train.models import MODELS
 from hipress.train.virtual_sync import PLAIN
 
@@ -117,7 +117,7 @@ def ours(name: str) -> Any:
     return load(name)
 
 
-def check_command(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> Config | None:
+def check_command(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> TrainConfig | None:
     """Refuse a command that would not begin to work; return what it says about training."""
     program, name, *rest = argv
     assert program == "hipress", argv
@@ -131,9 +131,9 @@ def check_command(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> Config | 
     return None if inner is None else check_command(list(inner), monkeypatch)
 
 
-def trained(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> Config:
+def trained(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """The checked config of a `hipress train`; what it names exists."""
-    kept: list[Config] = []
+    kept: list[TrainConfig] = []
     monkeypatch.setattr(train, "_run", lambda config, *_: kept.append(config))
     ours("train").main(argv, standalone_mode=False)
     (config,) = kept

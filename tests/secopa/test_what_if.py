@@ -15,8 +15,9 @@ from hipress.secopa.what_if import (
     with_plain,
     with_rate,
 )
-from hipress.timeline import check_trace, chrome_trace, summary
+from hipress.timeline import chrome_trace
 from tests.secopa.made_up import codec, profile
+from tests.traces import check_trace, summary
 
 
 def network(made, **changes):

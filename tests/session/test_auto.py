@@ -32,7 +32,7 @@ from hipress.session.selection import NONE, Choice
 from hipress.session.session import Session, Settings
 from hipress.session.timing import StepClock
 from hipress.torch import ddp
-from hipress.train.config import Config
+from hipress.train.config import TrainConfig
 from tests import scenarios
 from tests.grid import full
 from tests.scenarios import Told
@@ -712,7 +712,9 @@ def test_a_rank_that_fails_while_it_measures_is_named_soon(told):
 @pytest.mark.parametrize("given", ["strategy", "plan"])
 def test_train_refuses_auto_beside_a_choice(given):
     """Catches: an option of `hipress train` that does nothing, without a word."""
-    config = Config(codec="auto", **{given: {"strategy": "ring", "plan": Path("p.txt")}[given]})
+    config = TrainConfig(
+        codec="auto", **{given: {"strategy": "ring", "plan": Path("p.txt")}[given]}
+    )
     with pytest.raises(UsageError, match=f"makes plans itself; leave --{given} out"):
         config.check()
 

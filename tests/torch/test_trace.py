@@ -21,9 +21,9 @@ from hipress.errors import UsageError
 from hipress.session import trace as tracing
 from hipress.session.adapter import Adapter
 from hipress.session.trace import Tracer, check_path
-from hipress.timeline import check_trace, summary
 from hipress.torch.ddp import observe
 from tests.casync.harness import run
+from tests.traces import check_trace, summary
 
 
 class Meeting:

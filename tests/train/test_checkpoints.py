@@ -10,38 +10,38 @@ from hipress.train import checkpoints
 
 
 def test_there_and_back(tmp_path):
-    assert checkpoints.load(tmp_path) is None
-    checkpoints.save(tmp_path, {"examples": 3, "model": {"w": torch.arange(3)}})
-    found = checkpoints.load(tmp_path)
+    assert checkpoints.read(tmp_path) is None
+    checkpoints.write(tmp_path, {"examples": 3, "model": {"w": torch.arange(3)}})
+    found = checkpoints.read(tmp_path)
     assert found["examples"] == 3 and found["model"]["w"].tolist() == [0, 1, 2]
     assert os.listdir(tmp_path) == ["checkpoint.pt"]
 
 
 def test_a_write_that_fails_leaves_the_last_one(tmp_path, monkeypatch):
-    checkpoints.save(tmp_path, {"examples": 3})
+    checkpoints.write(tmp_path, {"examples": 3})
 
     def half(state, out):
         out.write(b"PK half a file")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(UsageError, match="No space left on device; make room and go on with"):
-        checkpoints.save(tmp_path, {"examples": 4})
+    with pytest.raises(UsageError, match="No space left on device; make room and continue with"):
+        checkpoints.write(tmp_path, {"examples": 4})
     assert os.listdir(tmp_path) == ["checkpoint.pt"]
-    assert checkpoints.load(tmp_path)["examples"] == 3
+    assert checkpoints.read(tmp_path)["examples"] == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 cut short"])
 def test_files_that_are_none(tmp_path, content):
     (tmp_path / checkpoints.NAME).write_bytes(content)
     with pytest.raises(UsageError, match="is no checkpoint that can be read .*; move it away"):
-        checkpoints.load(tmp_path)
+        checkpoints.read(tmp_path)
 
 
 def test_a_later_version(tmp_path):
     torch.save({"version": 2}, tmp_path / checkpoints.NAME)
     with pytest.raises(UsageError, match="of version 2 and this HiPress reads 1; use the release"):
-        checkpoints.load(tmp_path)
+        checkpoints.read(tmp_path)
 
 
 def test_another_job(tmp_path):

@@ -10,8 +10,14 @@ import pytest
 
 from hipress.errors import UsageError
 from hipress.train import data
-from hipress.train.compare import compare, line_up, names_of
-from hipress.train.convergence import TASKS, task, train
+from hipress.train.convergence import (
+    TASKS,
+    compare,
+    default_codecs,
+    names_of,
+    task,
+    train,
+)
 from hipress.train.virtual_sync import PLAIN
 from tests.grid import full, thinned
 
@@ -56,7 +62,9 @@ def test_unknown_task() -> None:
         task("mnist")
 
 
-@pytest.mark.parametrize("name", thinned(line_up(), keep=("onebit", "terngrad", "topk", "dgc")))
+@pytest.mark.parametrize(
+    "name", thinned(default_codecs(), keep=("onebit", "terngrad", "topk", "dgc"))
+)
 def test_every_codec_learns(name: str) -> None:
     """In 60 steps, two thirds of an epoch per worker, all get far from the 10 % of a guess."""
     short = dataclasses.replace(TASKS["digits"], num_steps=60)

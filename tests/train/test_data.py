@@ -19,9 +19,10 @@ import torch
 
 from hipress.errors import MissingDependencyError, UsageError
 from hipress.train import data
-from hipress.train.data.draws import numbers
+from hipress.train.data.base import numbers
 from hipress.train.data.synthetic import NUM_TEST, NUM_TRAIN
 from hipress.train.models import model
+from hipress.train.tasks import Draw
 
 STEMS = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
@@ -148,7 +149,7 @@ def ask(
     name: str,
     *paths: Path,
     task: str | None = None,
-    draw: data.Draw | None = None,
+    draw: Draw | None = None,
     least_side: int | None = None,
 ) -> data.Data:
     return data.open_data(name, paths, task=task, draw=draw, least_side=least_side)

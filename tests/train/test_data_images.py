@@ -15,9 +15,9 @@ from PIL import Image
 
 from hipress.errors import UsageError
 from hipress.train import data
-from hipress.train.data import cifar100
-from hipress.train.data.files import tensor_of
-from hipress.train.data.image_files import any_box, centre_box, near_box
+from hipress.train.data import images as image_data
+from hipress.train.data.base import tensor_of
+from hipress.train.data.image_folder import any_box, centre_box, near_box
 
 NUM_TRAIN, NUM_TEST = 30, 6
 
@@ -35,8 +35,8 @@ def records(num_records: int, seed: int) -> np.ndarray:
 
 @pytest.fixture
 def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cifar100, "NUM_TRAIN", NUM_TRAIN)
-    monkeypatch.setattr(cifar100, "NUM_TEST", NUM_TEST)
+    monkeypatch.setattr(image_data, "CIFAR_TRAIN", NUM_TRAIN)
+    monkeypatch.setattr(image_data, "CIFAR_TEST", NUM_TEST)
     folder = tmp_path / "data" / "cifar-100-binary"
     folder.mkdir(parents=True)
     (folder / "train.bin").write_bytes(records(NUM_TRAIN, 0).tobytes())
@@ -157,8 +157,8 @@ def test_damaged_cifar_gets_one_sentence(cifar: Path) -> None:
 
 
 def test_published_sizes() -> None:
-    assert cifar100.NUM_TRAIN * cifar100._RECORD_BYTES == 153_700_000
-    assert cifar100.NUM_TEST * cifar100._RECORD_BYTES == 30_740_000
+    assert image_data.CIFAR_TRAIN * image_data._CIFAR_RECORD_BYTES == 153_700_000
+    assert image_data.CIFAR_TEST * image_data._CIFAR_RECORD_BYTES == 30_740_000
 
 
 COLOURS = {"cat": (250, 10, 60), "dog": (20, 200, 90), "emu": (0, 0, 255)}

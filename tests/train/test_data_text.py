@@ -13,9 +13,9 @@ import torch
 
 from hipress.errors import UsageError
 from hipress.train import data
-from hipress.train.data import words
-from hipress.train.data.parallel_text import BEGIN, END, PADDING
-from hipress.train.data.text import NOT_SCORED, MaskedText
+from hipress.train.data import text as text_data
+from hipress.train.data.text import BEGIN, END, MaskedText
+from hipress.train.tasks import PADDING, UNLABELLED
 
 
 def open_text(
@@ -72,8 +72,8 @@ def test_words_are_numbered_by_how_often_they_are_trained_on(tmp_path: Path) -> 
 
 
 def test_rare_words_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "MOST_WORDS", 3)
-    monkeypatch.setattr(words, "_BLOCK", 7)  # so that blocks are seen to fit together
+    monkeypatch.setattr(text_data, "MOST_WORDS", 3)
+    monkeypatch.setattr(text_data, "_BLOCK_WORDS", 7)  # so that blocks are seen to fit together
     (tmp_path / "text").write_text("x x y z y x w " * 30, "utf-8")
     found = open_text(tmp_path / "text", tokens="words", length=7)
     assert found.sizes == {"vocabulary": 3}
@@ -106,7 +106,7 @@ def test_masked_pairs(tmp_path: Path) -> None:
     assert (tokens[:, 0] == cls).all()
     assert (tokens[:, [21, 42]] == separator).all()
     assert (segments == torch.tensor([0] * 22 + [1] * 21)).all() and segments.shape == (950, 43)
-    is_guessed = labels != NOT_SCORED
+    is_guessed = labels != UNLABELLED
     assert not is_guessed[:, [0, 21, 42]].any()
     assert (is_guessed.sum(1) == 6).all()  # 15 % of 40
 
@@ -138,7 +138,7 @@ def test_what_does_not_follow_is_never_what_follows() -> None:
     found = MaskedText(text, text, vocabulary=80, length=43)
     for seed in range(20):
         tokens, _, labels, is_next = found.train(torch.tensor([0]), seed)
-        whole = torch.where(labels == NOT_SCORED, tokens, labels)
+        whole = torch.where(labels == UNLABELLED, tokens, labels)
         start = 20 if is_next[0] else 60
         assert whole[0, 22:42].tolist() == list(range(start, start + 20))
 
@@ -164,7 +164,7 @@ def test_masked_words(tmp_path: Path) -> None:
     tokens, _, labels, _ = found.train(torch.arange(found.num_train), seed=0)
     assert (tokens[:, 0] == 10).all() and (tokens[:, [5, 11]] == 11).all()
     # Nine tokens make a line and an example, so the text without its masks is known.
-    whole = torch.where(labels == NOT_SCORED, tokens, labels)
+    whole = torch.where(labels == UNLABELLED, tokens, labels)
     assert (whole[:, [1, 2, 3, 4, 6, 7, 8, 9, 10]] == torch.tensor(range(1, 10))).all()
 
 
@@ -232,7 +232,7 @@ def test_both_sides_share_one_vocabulary_of_words(tmp_path: Path) -> None:
 def test_lines_that_cross_a_block_of_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hipress.train.data.parallel_text._BLOCK_BYTES", 3)
+    monkeypatch.setattr("hipress.train.data.text._BLOCK_BYTES", 3)
     lines = [b"ab", b"c", b"defg", b"h"]
     paths = write_pairs(tmp_path, b"\n".join(lines), b"\n".join(lines))
     found = open_pairs(paths)

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hipress.errors import UsageError
-from hipress.train.models import MODELS, Gpt, Model, made_up, model, names
-from hipress.train.models.attention import Attention
-from hipress.train.models.base import Draw
+from hipress.train.data import synthetic
+from hipress.train.models import MODELS, Model, model, names
 from hipress.train.models.bert import Bert
 from hipress.train.models.cnn import cnn
+from hipress.train.models.gpt import Gpt
 from hipress.train.models.inception import inception_v3
 from hipress.train.models.lstm import Lstm
 from hipress.train.models.resnet import resnet
-from hipress.train.models.transformer import Transformer, positions
+from hipress.train.models.transformer import Attention, Transformer, positions
 from hipress.train.models.ugatit import Ugatit, _MixedNorm
 from hipress.train.models.vgg import small_vgg, vgg
-from hipress.train.tasks import TASKS, UNLABELLED, Batch
+from hipress.train.tasks import TASKS, UNLABELLED, Batch, Draw
 from tests.grid import full, thinned
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
@@ -143,7 +143,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_made_up_data_fits_the_whole_model(name: str) -> None:
+def test_synthetic_data_fits_the_whole_model(name: str) -> None:
     line = model(name)
     assert line.task is not None
     expected = SHAPES[line.task]
@@ -193,7 +193,7 @@ def test_masked_tokens_are_hidden_where_they_are_to_be_guessed() -> None:
     tokens, segments, labels, is_next = model("bert-base").data(0, batch=6)
     is_hidden = labels != UNLABELLED
     assert is_hidden.sum(1).tolist() == [20] * 6  # 15 % of 128, rounded up
-    assert bool((tokens[is_hidden] == made_up.MASK).all())
+    assert bool((tokens[is_hidden] == synthetic.MASK).all())
     assert not torch.equal(is_hidden[0], is_hidden[1])
     assert segments.tolist() == [[0] * 64 + [1] * 64] * 6
     assert is_next.shape == (6,) and set(is_next.tolist()) <= {0, 1}
@@ -224,37 +224,37 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], str, Draw, float]] = {
     "vgg": (
         partial(vgg, (8, 0, 16, 16, 0), 32, 10, dropout=0.0),
         "classify",
-        made_up.images((3, 32, 32), 10),
+        partial(synthetic.images, (3, 32, 32), 10),
         0.05,
     ),
     "resnet": (
         partial(resnet, (1, 1), is_bottleneck=False, num_classes=10, width=8),
         "classify",
-        made_up.images((3, 32, 32), 10),
+        partial(synthetic.images, (3, 32, 32), 10),
         0.02,
     ),
     "resnet-v2": (
         partial(resnet, (1, 1), is_bottleneck=True, is_v2=True, num_classes=10, width=8),
         "classify",
-        made_up.images((3, 32, 32), 10),
+        partial(synthetic.images, (3, 32, 32), 10),
         0.02,
     ),
     "inception": (
         partial(inception_v3, 10, divide=16, dropout=0.0),
         "classify",
-        made_up.images((3, 96, 96), 10),
+        partial(synthetic.images, (3, 96, 96), 10),
         0.005,
     ),
     "lstm": (
         partial(Lstm, vocabulary=50, width=16, dropout=0.0),
         "language",
-        made_up.tokens(50, 7),
+        partial(synthetic.tokens, 50, 7),
         1.0,
     ),
     "gpt": (
         partial(Gpt, vocabulary=50, context=7, width=16, num_layers=2, num_heads=2),
         "language",
-        made_up.tokens(50, 7),
+        partial(synthetic.tokens, 50, 7),
         0.2,
     ),
     "transformer": (
@@ -263,7 +263,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], str, Draw, float]] = {
             vocabulary=50, width=16, inner=32, num_layers=2, num_heads=2, dropout=0.0,
         ),
         "translate",
-        made_up.translations(50, 7),
+        partial(synthetic.translations, 50, 7),
         0.02,
     ),
     "bert": (
@@ -271,14 +271,14 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], str, Draw, float]] = {
             Bert, vocabulary=200, context=9, width=16, num_layers=2, num_heads=2, dropout=0.0
         ),
         "masked",
-        made_up.masked(200, 9),
+        partial(synthetic.masked, 200, 9),
         0.1,
     ),
-    "ugatit": (partial(Ugatit, **SMALL_UGATIT), "style", made_up.pairs(32), 3e-6),
+    "ugatit": (partial(Ugatit, **SMALL_UGATIT), "style", partial(synthetic.pairs, 32), 3e-6),
     "ugatit-light": (
         partial(Ugatit, is_light=True, **SMALL_UGATIT),
         "style",
-        made_up.pairs(32),
+        partial(synthetic.pairs, 32),
         3e-6,
     ),
 }  # fmt: skip
@@ -598,7 +598,7 @@ def test_one_backward_gives_each_network_the_gradient_of_its_own_loss(
     net = Ugatit(is_light=is_light, **SMALL_UGATIT)
     net.train(is_training)
     state = {name: value.clone() for name, value in net.state_dict().items()}
-    a, b = made_up.pairs(32)(2, torch.Generator().manual_seed(1))
+    a, b = partial(synthetic.pairs, 32)(2, torch.Generator().manual_seed(1))
     together = net(a, b)
     together.backward()
     found = gradients(net)
@@ -626,7 +626,7 @@ def test_the_losses_are_those_of_the_paper() -> None:
     """Written out once more, without loops, from what the networks say."""
     torch.manual_seed(0)
     net = Ugatit(is_light=True, **SMALL_UGATIT).eval()
-    a, b = made_up.pairs(32)(2, torch.Generator().manual_seed(1))
+    a, b = partial(synthetic.pairs, 32)(2, torch.Generator().manual_seed(1))
     with torch.no_grad():
         fake_b, cam_b = net.to_b(a)
         fake_a, cam_a = net.to_a(b)
@@ -814,12 +814,12 @@ def test_a_model_of_the_users_own(
         ("{own}:Nett", ": module '{own}' has no 'Nett'; name a callable that it has."),
         (
             "{own}:number",
-            "is of type int and can not be called; name a function or class that returns a "
+            "is of type int and cannot be called; name a function or class that returns a "
             "torch.nn.Module.",
         ),
         (
             "{own}:needs_more",
-            "can not be called with what this data gives (num_classes): missing a required "
+            "cannot be called with what this data gives (num_classes): missing a required "
             "argument: 'width'; give its other arguments defaults.",
         ),
         (
@@ -837,7 +837,7 @@ def test_a_wrong_model_of_the_users_own(own: str, name: str, message: str) -> No
     assert str(caught.value) == start + (message if message.startswith(":") else f" {message}")
 
 
-def test_a_model_of_the_users_own_has_no_made_up_data(own: str) -> None:
+def test_a_model_of_the_users_own_has_no_synthetic_data(own: str) -> None:
     with pytest.raises(UsageError) as caught:
         model(f"{own}:Net").data(rank=0)
     assert str(caught.value) == (

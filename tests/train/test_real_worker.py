@@ -9,8 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from hipress.train import data
-from hipress.train.convergence import MOMENTUM, TASKS, Run, follow, train
-from hipress.train.real_worker import RealWorker
+from hipress.train.convergence import (
+    MOMENTUM,
+    TASKS,
+    RealWorker,
+    Run,
+    train,
+)
 from hipress.train.virtual_sync import PLAIN
 
 SHORT = dataclasses.replace(TASKS["digits"], num_steps=12)
@@ -27,16 +32,7 @@ def real(expression: str, *, num_points: int = 4) -> tuple[Run, list[int]]:
     digits = data.load("digits")
     worker = RealWorker(expression, SHORT, digits, seed=2, strategy="ps")
     points: list[int] = []
-    run = follow(
-        worker,
-        expression,
-        SHORT,
-        digits,
-        seed=2,
-        num_workers=1,
-        num_points=num_points,
-        on_point=points.append,
-    )
+    run = worker.train(num_points, points.append)
     worker.close()
     return run, points
 

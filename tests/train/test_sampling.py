@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hipress.errors import UsageError
-from hipress.train.sampling import Sampler, mix
+from hipress.train.batches import Sampler, mix
 
 
 def samplers(num_ranks, *, num_examples=103, batch=5, seed=0):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import hipress
+from hipress.plan import MIN_SIZE
 from hipress.train.convergence import MOMENTUM, make_optimizer
-from hipress.train.virtual_sync import MIN_NUMEL, PLAIN, VirtualSync, is_exempt
+from hipress.train.virtual_sync import PLAIN, VirtualSync, is_exempt
 
 SHAPES = [(65, 67), (65,), (10, 7), (2, 33, 80)]  # odd sizes; the 2nd and 3rd are exempt
 NUM_WORKERS = 3
@@ -46,9 +47,9 @@ def test_small_parameters_are_exempt(expression: str) -> None:
 
 
 def test_what_is_exempt() -> None:
-    assert is_exempt(torch.zeros(MIN_NUMEL))
-    assert is_exempt(torch.zeros(1, MIN_NUMEL - 1))
-    assert not is_exempt(torch.zeros(2, MIN_NUMEL // 2))
+    assert is_exempt(torch.zeros(MIN_SIZE))
+    assert is_exempt(torch.zeros(1, MIN_SIZE - 1))
+    assert not is_exempt(torch.zeros(2, MIN_SIZE // 2))
 
 
 @pytest.mark.parametrize("expression", [*hipress.codecs.names(), "momentum(onebit)"])

@@ -20,9 +20,13 @@ import torch.distributed as dist
 from hipress.bench._cluster import ClusterConfig
 from hipress.bench._ranks import Interface, largest, ranks_agree, run_rank, tell
 from hipress.train import data as data_sets
-from hipress.train.convergence import NUM_POINTS, Task, follow, task
+from hipress.train.convergence import (
+    NUM_POINTS,
+    ConvergenceTask,
+    RealWorker,
+    task,
+)
 from hipress.train.data import DataSet
-from hipress.train.real_worker import RealWorker
 from hipress.train.virtual_sync import PLAIN
 
 
@@ -46,7 +50,7 @@ class Config(ClusterConfig):
         return 4 * self.num_parameters
 
     @property
-    def task(self) -> Task:
+    def task(self) -> ConvergenceTask:
         """What is trained."""
         return replace(task(self.data), num_steps=self.num_steps, rate=self.learning_rate)
 
@@ -77,13 +81,7 @@ def _run(
     interface = Interface(is_shaped=config.is_shaped)
     dist.barrier()  # what made the worker must not count
     before = interface.sent_bytes()
-    run = follow(
-        worker,
-        name,
-        config.task,
-        data,
-        seed=seed,
-        num_workers=config.num_hosts,
+    run = worker.train(
         # One rank is enough: all have the same weights.
         num_points=NUM_POINTS if dist.get_rank() == 0 else 0,
         on_point=on_point,

@@ -16,7 +16,7 @@ from hipress.errors import UsageError
 
 if TYPE_CHECKING:
     from hipress.cli._convergence_rank import Config
-    from hipress.train.convergence import Task
+    from hipress.train.convergence import ConvergenceTask
 
 EXAMPLE = "Example: hipress bench convergence --data digits --codecs onebit,topk --plot curves.png"
 LEAST_RATE = 1e-6
@@ -99,7 +99,7 @@ def convergence(
     """
     from hipress.bench import convergence_table as table
     from hipress.bench.table import check_json, is_stdout, write_json
-    from hipress.train.compare import line_up
+    from hipress.train.convergence import default_codecs
 
     check_json(json)
     table.check_outputs(markdown, plot)
@@ -115,7 +115,7 @@ def convergence(
             "is for virtual workers; leave it out with --hosts.",
         )
     tasks = _tasks(data, data_dir, steps, learning_rate)
-    expressions = line_up() if codecs is None else split_expressions(codecs)
+    expressions = default_codecs() if codecs is None else split_expressions(codecs)
     if hosts is None:
         rows = _rows(tasks, expressions, seeds, workers or 4, data_dir, jobs or 1)
     else:
@@ -167,7 +167,7 @@ def _learning_rate(rate: str | None, learning_rate: float | None) -> float | Non
 
 def _tasks(
     data: str | None, folder: Path | None, num_steps: int | None, rate: float | None
-) -> list[Task]:
+) -> list[ConvergenceTask]:
     """What is to be trained; without a wish, all that is there."""
     from hipress import settings
     from hipress.train.convergence import TASKS, task
@@ -187,7 +187,7 @@ def _tasks(
 
 
 def _rows(
-    tasks: list[Task],
+    tasks: list[ConvergenceTask],
     expressions: list[str],
     num_seeds: int,
     num_workers: int,
@@ -196,7 +196,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """One row per data set and codec, with a progress bar on stderr."""
     from hipress.bench.table import progress_bar
-    from hipress.train.compare import check, compare, names_of
+    from hipress.train.convergence import check, compare, names_of
 
     for task in tasks:  # a missing second data set must not cost the minutes of the first
         check(task, expressions, num_workers=num_workers, folder=folder)
@@ -217,7 +217,7 @@ def _rows(
 
 
 def _configs(
-    tasks: list[Task],
+    tasks: list[ConvergenceTask],
     expressions: list[str],
     *,
     num_seeds: int,
@@ -232,8 +232,7 @@ def _configs(
     from hipress.casync.graphs.strategies import check as check_strategy
     from hipress.cli._convergence_rank import Config
     from hipress.lab.links import parse_rate
-    from hipress.train.compare import check, loaded, names_of
-    from hipress.train.convergence import make_model
+    from hipress.train.convergence import check, loaded, make_model, names_of
 
     check_strategy(strategy)
     _cluster.check_network([rate], "none", is_shaped=is_shaped)
@@ -286,8 +285,7 @@ def _cluster_rows(configs: list[Config], timeout: float | None) -> list[dict[str
 
 def _with_network(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of runs, and in each what was seen of the network."""
-    from hipress.train.compare import rows
-    from hipress.train.convergence import Run
+    from hipress.train.convergence import Run, rows
     from hipress.train.virtual_sync import PLAIN
 
     by_name = {name: [one for one in found if one["run"]["codec"] == name] for name in config.names}

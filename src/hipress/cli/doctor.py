@@ -206,9 +206,9 @@ def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:
     values: Facts = {}
     cache = None
     for setting in settings.SETTINGS:
-        row = {"text": settings.text(setting), "valid": True, "meaning": setting.meaning}
+        row = {"text": setting.text(), "valid": True, "meaning": setting.meaning}
         try:
-            value = settings.read(setting)
+            value = setting.read()
             if setting is settings.CACHE_DIR:
                 cache = _machine.folder_facts(value)
         except HipressError as error:

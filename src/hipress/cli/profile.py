@@ -225,10 +225,10 @@ def _in_job(config: Config) -> Profile | None:
     from hipress.cli._profile_rank import measure
     from hipress.launch import join
     from hipress.session.groups import engine_of
-    from hipress.train.devices import choose
+    from hipress.train.ranks import choose_device
 
     world = join()
-    device, backend = choose(
+    device, backend = choose_device(
         config.device, "auto", local_rank=world.local_rank, num_local=world.local_size
     )
     if device.type == "cuda":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hipress.cli._train_view import View
     from hipress.launch import World
-    from hipress.train.config import Config
+    from hipress.train.config import TrainConfig
     from hipress.train.ranks import Ranks
     from hipress.train.result import Facts, Result
 
@@ -212,12 +212,12 @@ def train(
     finite, or ranks that end with different parameters, are errors.
     """
     from hipress.bench.table import check_json, is_stdout
-    from hipress.train.config import Config
+    from hipress.train.config import TrainConfig
 
     if str(log) == "-" and is_stdout(json):
         raise UsageError("--log - and --json - both want stdout; give one of them a file.")
     check_json(json)
-    config = Config(
+    config = TrainConfig(
         model=model,
         data=data,
         paths=tuple(paths or ()),
@@ -272,7 +272,7 @@ def _epochs(text: str | None) -> tuple[float, ...]:
         ) from None
 
 
-def _run(config: Config, log: Path | None, json: Path | None) -> None:
+def _run(config: TrainConfig, log: Path | None, json: Path | None) -> None:
     """This process as a rank."""
     from hipress import launch, settings
     from hipress.bench._ranks import leave
@@ -325,7 +325,7 @@ def _meet(world: World) -> Store:
 
 
 def _train(
-    config: Config, log: Path | None, ranks: Ranks, world: World, store: Store
+    config: TrainConfig, log: Path | None, ranks: Ranks, world: World, store: Store
 ) -> tuple[Facts, Result]:
     """The whole job of this rank."""
     from datetime import timedelta
@@ -334,12 +334,12 @@ def _train(
 
     from hipress import settings
     from hipress.cli._train_view import Silent, view
-    from hipress.train import devices
     from hipress.train.job import Job
+    from hipress.train.ranks import choose_device
 
     def place() -> tuple[torch.device, str]:
         config.check()
-        return devices.choose(
+        return choose_device(
             config.device, config.backend, local_rank=world.local_rank, num_local=world.local_size
         )
 

@@ -1,32 +1,45 @@
-"""The file a training job goes on from: complete or not there, refused where it does not fit."""
+"""Checkpoints of a training job: the file, its contents, and how a job resumes from it."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hipress.errors import UsageError
+from hipress.train.ranks import JointError
+
+if TYPE_CHECKING:
+    from hipress.train.job import Job
+
+_log = logging.getLogger("hipress")
 
 NAME = "checkpoint.pt"
 VERSION = 1
+IDENTITY = ("model", "data", "optimizer", "seed", "side", "length", "tokens")
+"""Options that a resumed job must share, or its position in the data would mean something else."""
+
+
+# --- the file -------------------------------------------------------------------------------------
 
 
 def check_folder(folder: Path, *, resumes: bool) -> None:
-    """Raise a UsageError where no checkpoint could be written, or one would be lost.
+    """Create the folder; raise a UsageError if it is not writable or a checkpoint would be lost.
 
     Args:
-        folder: Where checkpoints go; it is made.
-        resumes: Whether one that is there is gone on from.
+        folder: Folder of the checkpoint.
+        resumes: Whether the job resumes from a checkpoint that exists.
     """
     if not resumes and (folder / NAME).exists():
         raise UsageError(
             f"--checkpoint {str(folder)!r} holds a checkpoint, which this run would overwrite; "
-            "give --resume to go on from it, or another folder."
+            "give --resume to continue from it, or another folder."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,11 +53,11 @@ def check_folder(folder: Path, *, resumes: bool) -> None:
         ) from error
 
 
-def save(folder: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint whole or not at all: the one before stays until this one is complete.
+def write(folder: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint atomically: the previous one stays until this one is complete.
 
     Raises:
-        UsageError: It cannot be written.
+        UsageError: The file cannot be written.
     """
     file = folder / NAME
     partial = file.with_suffix(".partial")
@@ -59,15 +72,15 @@ def save(folder: Path, state: dict[str, Any]) -> None:
             partial.unlink()
         raise UsageError(
             f"the checkpoint cannot be written to {str(folder)!r}: {str(error).splitlines()[0]}; "
-            "make room and go on with --resume: the one before it is as it was."
+            "make room and continue with --resume: the previous checkpoint is intact."
         ) from error
 
 
-def load(folder: Path) -> dict[str, Any] | None:
-    """The checkpoint of a folder; None if there is none yet.
+def read(folder: Path) -> dict[str, Any] | None:
+    """Return the checkpoint of a folder; None if there is none yet.
 
     Raises:
-        UsageError: The file is no checkpoint of ours, or of a later version.
+        UsageError: The file is not a checkpoint of HiPress, or has another version.
     """
     file = folder / NAME
     try:
@@ -91,10 +104,111 @@ def load(folder: Path) -> dict[str, Any] | None:
 
 
 def compare(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise a UsageError that names the first thing in which a checkpoint is of another job."""
+    """Raise a UsageError that names the first option in which a checkpoint differs from the job."""
     for name, value in wanted.items():
         if found.get(name) != value:
             raise UsageError(
                 f"the checkpoint in {str(folder)!r} has {name} {found.get(name)!r} and this job "
                 f"{value!r}; give the same, or another --checkpoint folder."
+            )
+
+
+# --- the job --------------------------------------------------------------------------------------
+
+
+def save(job: Job) -> None:
+    """Write a checkpoint of the job; all ranks call it together.
+
+    Raises:
+        TrainingError: Parameters are not finite, so that training could not continue.
+        JointError: The file cannot be written.
+    """
+    folder = job.config.checkpoint
+    assert folder is not None
+    if not all(bool(parameter.isfinite().all()) for parameter in job.model.parameters()):
+        job.check_finite("norm of the parameters", math.nan)
+    epoch, step = divmod(job.step, job.sampler.steps_per_epoch)
+    state = {
+        "job": _identity(job),
+        "num_ranks": job.num_ranks,
+        "epoch": epoch,
+        "examples": step * job.sampler.together,
+        "model": job.model.state_dict(),
+        "optimizer": job.optimizer.state_dict(),
+        "scaler": None if job.scaler is None else job.scaler.state_dict(),
+        "sync": job.sync.state_dict() if job.sync.enabled else None,
+    }
+    job.ranks.by_first(lambda: write(folder, state))
+
+
+def resume(job: Job) -> int:
+    """Load the last checkpoint into the job; all ranks call it together.
+
+    Returns:
+        The next step: the same example of the same epoch, whatever the number of ranks.
+    """
+    folder = job.config.checkpoint
+    assert folder is not None
+    state = job.ranks.jointly("--resume", lambda: read(folder))
+    _check_same_position(job, state)
+    if state is None:
+        if job.rank == 0:
+            _log.warning("no checkpoint in %s yet: starting from the beginning", folder)
+        return 0
+    job.ranks.jointly("--resume", lambda: _load(job, folder, state))
+    if job.sync.enabled and state["sync"] is not None:
+        job.sync.load_state_dict(state["sync"])
+    if job.config.steps is not None and state["num_ranks"] != job.num_ranks:
+        _log.warning(
+            "%d ranks continue a run of %d: steps have another size, so --steps ends the learning "
+            "rate schedule elsewhere; --epochs does not depend on the number of ranks",
+            job.num_ranks,
+            state["num_ranks"],
+        )
+    within = int(state["examples"]) // job.sampler.together
+    step = int(state["epoch"]) * job.sampler.steps_per_epoch + within
+    if job.rank == 0:
+        left = "" if step < job.num_steps else ": nothing is left; raise --epochs or --steps"
+        _log.warning("resuming from step %d of %d%s", step, job.num_steps, left)
+    return step
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    found = {name: getattr(job.config, name) for name in IDENTITY}
+    return found | {"sizes": dict(job.data.sizes)}
+
+
+def _load(job: Job, folder: Path, state: dict[str, Any]) -> None:
+    """Load the state into model, optimizer and scaler."""
+    compare(folder, state["job"], _identity(job))
+    wanted = [dict(group) for group in job.optimizer.param_groups]
+    try:
+        job.model.load_state_dict(state["model"])
+        job.optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"the checkpoint in {str(folder)!r} does not fit: {reason[:200]}; give the model that "
+            "it was made with, and, where a codec brings its own momentum, that codec."
+        ) from error
+    # The optimizer's state is the checkpoint's; its options are this job's.
+    for group, options in zip(job.optimizer.param_groups, wanted, strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})
+    if job.scaler is not None and state["scaler"] is not None:
+        job.scaler.load_state_dict(state["scaler"])
+
+
+def _check_same_position(job: Job, state: dict[str, Any] | None) -> None:
+    """Raise a JointError if ranks would resume from different positions."""
+    mine = (-1, 0) if state is None else (state["epoch"], state["examples"])
+    found = job.ranks.gather(torch.tensor(mine))
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            told = [
+                "no checkpoint" if epoch < 0 else f"one of epoch {epoch}, example {examples}"
+                for epoch, examples in (found[0], theirs)
+            ]
+            raise JointError(
+                f"rank 0 finds {told[0]} in {str(job.config.checkpoint)!r} and rank {rank} "
+                f"{told[1]}; give a --checkpoint folder that all hosts see."
             )

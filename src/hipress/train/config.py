@@ -1,4 +1,4 @@
-"""What a training job is told: the options of `hipress train`, checked as far as they can be."""
+"""The options of a training job and its learning rate schedule, with checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hipress.errors import UsageError
 from hipress.plan import Plan
-from hipress.train.rates import Schedule
 from hipress.train.virtual_sync import PLAIN
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -16,35 +15,100 @@ AMP = ("off", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 TEXTS = ("text", "parallel-text")
+RATE_MODES = ("constant", "step", "cosine")
 AUTO = "auto"
-"""In place of a codec: measure, plan, and compress where it pays."""
+"""Used in place of a codec expression: measure, plan, and compress where it pays."""
 DEFAULT_MOMENTUM = 0.9
 DEFAULT_DECAY = 0.1
 DEFAULT_RATE = {"sgd": 0.01, "adam": 0.001, "adamw": 0.001}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """A job; the same on all ranks."""
+class Schedule:
+    """The learning rate by epoch: a warm-up, then constant, in steps, or half a cosine.
+
+    Example:
+        >>> plan = Schedule(base=0.1, mode="step", num_epochs=90, decay_epochs=(30, 60))
+        >>> [round(plan.rate_at(epoch), 6) for epoch in (0, 29.9, 30, 60)]
+        [0.1, 0.1, 0.01, 0.001]
+    """
+
+    base: float
+    """The rate after the warm-up."""
+    mode: str = "constant"
+    num_epochs: float = 1.0
+    """Epochs of the whole run, at whose end the cosine ends."""
+    warmup_epochs: float = 0.0
+    """Epochs in which the rate grows linearly from `warmup_rate` to `base`."""
+    warmup_rate: float = 0.0
+    decay: float = 0.1
+    """Factor of the rate at each of `decay_epochs`."""
+    decay_epochs: tuple[float, ...] = ()
+    """Counted from the start of the run, warm-up included."""
+    step_epochs: float = 0.0
+    """Epochs of a step; a warm-up step has the rate of its end, so that the first is not 0."""
+
+    def check(self) -> None:
+        """Raise a UsageError if the schedule is invalid."""
+        if self.mode not in RATE_MODES:
+            raise UsageError(
+                f"--lr-mode {self.mode!r} is none of {', '.join(RATE_MODES)}; choose one."
+            )
+        for name, value in (("--lr", self.base), ("--lr-decay", self.decay)):
+            if not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{name} is {value:g}; it must be above 0.")
+        if not (math.isfinite(self.warmup_rate) and self.warmup_rate >= 0):
+            raise UsageError(f"--warmup-lr is {self.warmup_rate:g}; it must be 0 or more.")
+        if not 0 <= self.warmup_epochs <= self.num_epochs:
+            raise UsageError(
+                f"--warmup-epochs is {self.warmup_epochs:g} and the run has {self.num_epochs:g}; "
+                "it must be from 0 to that."
+            )
+        if self.mode == "step" and not self.decay_epochs:
+            raise UsageError("--lr-mode step needs --lr-decay-epochs, e.g. 50,80.")
+        if self.mode != "step" and self.decay_epochs:
+            raise UsageError(f"--lr-decay-epochs needs --lr-mode step; it is {self.mode!r}.")
+        ordered = tuple(sorted(set(self.decay_epochs)))
+        if self.decay_epochs != ordered or any(epoch <= 0 for epoch in ordered):
+            given = ",".join(f"{epoch:g}" for epoch in self.decay_epochs)
+            raise UsageError(f"--lr-decay-epochs {given} must be above 0 and rising, e.g. 50,80.")
+
+    def rate_at(self, epoch: float) -> float:
+        """Return the rate at an epoch, which may be a fraction."""
+        if epoch < self.warmup_epochs:
+            risen = min((epoch + self.step_epochs) / self.warmup_epochs, 1.0)
+            return self.warmup_rate + (self.base - self.warmup_rate) * risen
+        if self.mode == "step":
+            return self.base * self.decay ** sum(epoch >= each for each in self.decay_epochs)
+        if self.mode == "cosine":
+            left = self.num_epochs - self.warmup_epochs
+            done = min((epoch - self.warmup_epochs) / left, 1.0) if left > 0 else 0.0
+            return self.base * 0.5 * (1 + math.cos(math.pi * done))
+        return self.base
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The options of a job, the same on all ranks."""
 
     model: str = "cnn"
     data: str = "digits"
     paths: tuple[Path, ...] = ()
     """Folder or files of the data."""
     codec: str | None = None
-    """An expression, `auto`, or `uncompressed` for DDP as it comes; see `settled` for None."""
+    """An expression, `auto`, or `uncompressed` for DDP alone; None selects a default."""
     strategy: str | None = None
     plan: Path | None = None
-    """A file; codec and strategy fill in what it leaves open, as a SeCoPaPlan.txt does."""
+    """A plan file; codec and strategy fill in what it leaves open, as a SeCoPaPlan.txt does."""
     min_size: int | None = None
-    """Elements; smaller gradients are left alone."""
+    """Gradients with fewer elements are not compressed."""
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     plain_steps: int = 0
-    """At the start, in which nothing is compressed."""
+    """Number of uncompressed steps at the start."""
 
     batch: int | None = None
-    """Examples per rank and micro-batch; the model's own if None."""
+    """Examples per rank and micro-batch; None selects the model's default."""
     accumulate: int = 1
     """Micro-batches of a step."""
     epochs: float | None = None
@@ -52,12 +116,12 @@ class Config:
     optimizer: str = "sgd"
     rate: float | None = None
     momentum: float | None = None
-    """Of SGD; 0.9 if None."""
+    """Momentum of SGD; 0.9 if None."""
     nesterov: bool = False
     weight_decay: float = 0.0
     rate_mode: str = "constant"
     rate_decay: float | None = None
-    """Factor of each of `decay_epochs`; 0.1 if None."""
+    """Factor of the rate at each of `decay_epochs`; 0.1 if None."""
     decay_epochs: tuple[float, ...] = ()
     warmup_epochs: float = 0.0
     warmup_rate: float = 0.0
@@ -66,11 +130,11 @@ class Config:
 
     checkpoint: Path | None = None
     checkpoint_every: int | None = None
-    """Steps; at the end of every epoch if None."""
+    """Interval in steps; None saves at the end of every epoch."""
     resume: bool = False
     log_every: int = 10
     eval_every: float = 1.0
-    """Epochs; 0: only at the end."""
+    """Interval in epochs; 0 evaluates only at the end."""
     evaluates: bool = True
     check_every: int = 0
     timeline: Path | None = None
@@ -79,14 +143,14 @@ class Config:
     backend: str = "auto"
     seed: int = 0
     loaders: int | None = None
-    """Processes that prepare batches; 0 where the data is in memory, 2 for image files, if None."""
+    """Processes that prepare batches; None selects 2 for image files and 0 for other data."""
     side: int | None = None
     length: int | None = None
     tokens: str | None = None
 
     @property
     def sgd_momentum(self) -> float:
-        """Of SGD."""
+        """Momentum of SGD."""
         return DEFAULT_MOMENTUM if self.momentum is None else self.momentum
 
     @property
@@ -96,12 +160,12 @@ class Config:
 
     @property
     def base_rate(self) -> float:
-        """The learning rate after the rise."""
+        """The learning rate after the warm-up."""
         return DEFAULT_RATE[self.optimizer] if self.rate is None else self.rate
 
     def schedule(self, num_epochs: float, steps_per_epoch: int) -> Schedule:
-        """The learning rates of a run of so many epochs, checked."""
-        made = Schedule(
+        """Return the checked learning rate schedule of a run of so many epochs."""
+        schedule = Schedule(
             step_epochs=1 / steps_per_epoch,
             base=self.base_rate,
             mode=self.rate_mode,
@@ -111,17 +175,17 @@ class Config:
             decay=DEFAULT_DECAY if self.rate_decay is None else self.rate_decay,
             decay_epochs=self.decay_epochs,
         )
-        made.check()
-        return made
+        schedule.check()
+        return schedule
 
     def num_steps(self, steps_per_epoch: int) -> int:
-        """Of the whole run; an epoch where nothing is said."""
+        """Return the number of steps of the whole run, by default one epoch."""
         if self.steps is not None:
             return self.steps
         return max(round((1.0 if self.epochs is None else self.epochs) * steps_per_epoch), 1)
 
     def check(self) -> None:
-        """Raise a UsageError for the first thing that cannot be."""
+        """Raise a UsageError for the first option that is invalid."""
         for option, value, choices in (
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--amp", self.amp, AMP),
@@ -146,15 +210,15 @@ class Config:
             raise UsageError(f"--clip-norm is {self.clip_norm:g}; it must be above 0.")
         if self.nesterov and (self.optimizer != "sgd" or self.sgd_momentum == 0):
             raise UsageError("--nesterov needs --optimizer sgd and a --momentum above 0.")
-        self._check_idle()
+        self._check_effect()
         if self.resume and self.checkpoint is None:
-            raise UsageError("--resume needs --checkpoint DIR, the folder to go on from.")
+            raise UsageError("--resume needs --checkpoint DIR, the folder to resume from.")
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise UsageError("--checkpoint-every needs --checkpoint DIR, the folder to write to.")
         self._check_plan()
 
     def _check_plan(self) -> None:
-        """Raise a UsageError for a codec or strategy beside a plan that leaves none open."""
+        """Raise a UsageError for a codec or strategy if the plan leaves none open."""
         if self.codec == AUTO and (self.plan is not None or self.strategy is not None):
             given = "--plan" if self.plan is not None else "--strategy"
             raise UsageError(f"--codec {AUTO} makes plans itself; leave {given} out, or {AUTO}.")
@@ -162,7 +226,7 @@ class Config:
             return
         path = Path(self.plan)
         if not path.exists() and path.suffix != ".json":
-            return  # Who reads it says so.
+            return  # The reader of the plan reports the missing file.
         plan = Plan.load(path) if path.exists() else Plan()
         fills_codec = self.codec is None or plan.takes_codec
         fills_strategy = self.strategy is None or plan.takes_strategy
@@ -172,9 +236,9 @@ class Config:
                 "out, or the plan."
             )
 
-    def _check_idle(self) -> None:
-        """Raise a UsageError for an option that would do nothing: nobody gives it for that."""
-        on = {
+    def _check_effect(self) -> None:
+        """Raise a UsageError for an option that would have no effect."""
+        needed = {
             "--momentum": (self.momentum is not None, self.optimizer == "sgd", "--optimizer sgd"),
             "--lr-decay": (self.rate_decay is not None, self.rate_mode == "step", "--lr-mode step"),
             "--warmup-lr": (self.warmup_rate != 0, self.warmup_epochs > 0, "--warmup-epochs"),
@@ -182,18 +246,19 @@ class Config:
             "--length": (self.length is not None, self.data in TEXTS, "text"),
             "--tokens": (self.tokens is not None, self.data in TEXTS, "text"),
         }
-        for option, (is_given, acts, needs) in on.items():
-            if is_given and not acts:
+        for option, (is_given, has_effect, needs) in needed.items():
+            if is_given and not has_effect:
                 raise UsageError(f"{option} does something only with {needs}; leave it out.")
-        if self.codec == PLAIN and self._of_exchange:
+        if self.codec == PLAIN and self._exchange_options:
             raise UsageError(
-                f"--codec {PLAIN} leaves gradients to DDP, so {self._of_exchange[0]} has nothing "
-                "to act on; leave it out, or give --codec none, which sends gradients as they are."
+                f"--codec {PLAIN} leaves gradients to DDP, so {self._exchange_options[0]} has "
+                "nothing to act on; leave it out, or give --codec none, which sends gradients as "
+                "they are."
             )
 
     @property
-    def _of_exchange(self) -> list[str]:
-        """Options that were given and mean our exchange, besides the codec."""
+    def _exchange_options(self) -> list[str]:
+        """The given options that concern the exchange, besides the codec."""
         given = {
             "--strategy": self.strategy is not None,
             "--plan": self.plan is not None,
@@ -206,15 +271,16 @@ class Config:
         }
         return [option for option, is_given in given.items() if is_given]
 
-    def settled(self, num_ranks: int) -> Config:
-        """With a codec, where none was asked for.
+    def with_default_codec(self, num_ranks: int) -> TrainConfig:
+        """Return the config with a codec, if none was given.
 
-        One rank has nobody to send to. Else SGD's momentum goes into the codec, before `onebit`
-        (dist-EF-SGDM), which keeps up where momentum behind it does not; Adam gets `int8`.
+        A single rank has no peers and stays uncompressed. Otherwise SGD's momentum goes into the
+        codec, before `onebit` (dist-EF-SGDM), because `onebit` before the optimizer's momentum
+        loses accuracy; Adam gets `int8`.
         """
         if self.codec is not None or self.plan is not None:
             return self
-        if num_ranks == 1 and not self._of_exchange:
+        if num_ranks == 1 and not self._exchange_options:
             return replace(self, codec=PLAIN)
         if self.optimizer != "sgd":
             return replace(self, codec="int8")

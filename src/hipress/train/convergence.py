@@ -1,51 +1,75 @@
-"""Does training still reach the accuracy? One run with one codec, on real data.
+"""The accuracy of training with each codec, compared with plain averaging on real data.
 
-`follow` is the training, whoever the workers are. With `train` several virtual workers share one
-process. In each step every worker takes its own batch and the gradient goes the way it goes in a
-real sync: encode at each worker, decode and add in rank order at the aggregator, encode the mean
-with the aggregator's codec, decode at every worker. In `real_worker` every worker is a process.
+train          one run of virtual workers, which share one process and a `VirtualSync`
+RealWorker     one rank of a run: DDP with `hipress.attach`
+train_workers  the training loop of both
+compare        runs every codec with the same task, seeds and steps; one row for each
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import multiprocessing
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import hipress
+from hipress.codecs.table import TABLE
 from hipress.errors import UsageError
+from hipress.plan import MIN_SIZE
+from hipress.session.buckets import has_momentum
+from hipress.train import data as data_sets
 from hipress.train.data import DataSet
-from hipress.train.virtual_sync import VirtualSync
+from hipress.train.virtual_sync import PLAIN, VirtualSync, is_exempt
 
 MOMENTUM = 0.9
-"""Of the optimizer; it is off for parameters whose codec brings its own."""
+"""Momentum of the optimizer, for parameters whose codec has none."""
 NUM_POINTS = 16
-"""How often the test accuracy is taken in a run."""
+"""How often the test accuracy is measured in a run."""
+MAX_LOSS_POINTS = 1.0
+"""Largest loss of mean accuracy, in points, that counts as within the bound."""
+EXPLANATORY = (
+    "onebit(block=256)",
+    "onebit(block=4096)",
+    "momentum(onebit)",
+    "tbq(tau=0.1)",
+    "minmax(bits=4)",
+    "dithering(levels=8)",
+)
+"""Codecs shown after those of the table, to explain their rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is trained, the same for every codec."""
+class ConvergenceTask:
+    """The training that is the same for every codec."""
 
     data: str
     widths: tuple[int, ...]
-    """Of the hidden layers of a multi-layer perceptron."""
+    """Widths of the hidden layers of a multi-layer perceptron."""
     num_steps: int
     batch: int
     """Images per worker and step."""
     rate: float
-    """The learning rate at the start; it falls to zero along half a cosine."""
+    """Learning rate at the start; it falls to zero along half a cosine."""
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step, above zero for each."""
+        """Return the learning rate of a step, above zero for each."""
         return self.rate * 0.5 * (1 + math.cos(math.pi * step / self.num_steps))
 
     def check(self, data: DataSet, num_workers: int) -> None:
-        """Raise a UsageError where the workers' batches together are more than there is."""
+        """Raise a UsageError if the batches of all workers exceed the data."""
         together = self.batch * num_workers
         if together > len(data.train_labels):
             raise UsageError(
@@ -55,29 +79,17 @@ class Task:
 
 
 TASKS = {
-    "digits": Task(
-        data="digits",
-        widths=(256, 128),
-        num_steps=1000,
-        batch=16,
-        rate=0.05,
-    ),
-    "fashion-mnist": Task(
-        data="fashion-mnist",
-        widths=(256, 128),
-        num_steps=3000,
-        batch=16,
-        rate=0.05,
-    ),
+    name: ConvergenceTask(data=name, widths=(256, 128), num_steps=steps, batch=16, rate=0.05)
+    for name, steps in (("digits", 1000), ("fashion-mnist", 3000))
 }
-"""By the name of the data set.
+"""Tasks by the name of the data set.
 
 The rate was chosen with uncompressed runs only; the number of steps by the time that runs take.
 """
 
 
-def task(name: str) -> Task:
-    """The task of a data set.
+def task(name: str) -> ConvergenceTask:
+    """Return the task of a data set.
 
     Raises:
         UsageError: There is no such data set.
@@ -89,38 +101,180 @@ def task(name: str) -> Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run."""
+    """The result of one training run."""
 
     codec: str
     seed: int
     steps: tuple[int, ...]
-    """Where the test accuracy was taken; the last one is the end."""
+    """Steps after which the test accuracy was measured; the last one is the end."""
     accuracy: tuple[float, ...]
     """In percent, at those steps."""
     bytes_out: float | None = None
-    """What one virtual worker sends per step, exempt parameters included."""
+    """Bytes that one virtual worker sends per step, exempt parameters included."""
     bytes_back: float | None = None
-    """What the virtual workers' aggregator answers per step."""
+    """Bytes that the virtual workers' aggregator answers per step."""
 
 
-class Workers(Protocol):
-    """Who makes the gradients of a run: all workers in this process, or one rank of several."""
+# --- one run --------------------------------------------------------------------------------------
 
-    model: nn.Module
+
+class Workers(ABC):
+    """All workers of a run in this process, or one rank of it.
+
+    Args:
+        expression: A codec, or `PLAIN`.
+        task: The model, the number of steps and the learning rate.
+        data: The data set of that task.
+        seed: Seed of first weights, batches and the virtual workers' random numbers, so that runs
+            with the same seed differ in the codec only.
+        num_workers: Number of gradients that are averaged in a step.
+    """
+
     optimizer: torch.optim.SGD
 
+    def __init__(
+        self, expression: str, task: ConvergenceTask, data: DataSet, *, seed: int, num_workers: int
+    ) -> None:
+        self.expression, self.task, self.data = expression, task, data
+        self.seed, self.num_workers = seed, num_workers
+        self.model = make_model(task, data, seed)
+        self.parameters = list(self.model.parameters())
+
+    @abstractmethod
     def backward(self, batches: list[Tensor], step: int) -> None:
         """Give every parameter the mean gradient of all workers.
 
         Args:
-            batches: For each worker in rank order, its images; the optimizer has the step's rate.
-            step: Of training, from 0.
+            batches: For each worker in rank order, the indices of its images.
+            step: Training step, from 0; the optimizer has its learning rate already.
         """
+
+    def train(
+        self,
+        num_points: int = NUM_POINTS,
+        on_point: Callable[[int], None] = lambda num_steps: None,
+    ) -> Run:
+        """Train, and measure the test accuracy along the way.
+
+        Args:
+            num_points: How often the test accuracy is measured, besides that of the first weights.
+            on_point: Called with the number of steps after each measurement.
+        """
+        task = self.task
+        batches = _batches(len(self.data.train_labels), task, self.num_workers, self.seed)
+        points = [round(task.num_steps * (k + 1) / num_points) for k in range(num_points)]
+        with _one_thread():
+            accuracies = {0: self.accuracy()}
+            for step in range(task.num_steps):
+                for group in self.optimizer.param_groups:
+                    group["lr"] = task.rate_at(step)
+                self.backward(next(batches), step)
+                self.optimizer.step()
+                if step + 1 in points:
+                    accuracies[step + 1] = self.accuracy()
+                    on_point(step + 1)
+        return Run(
+            codec=self.expression,
+            seed=self.seed,
+            steps=tuple(accuracies),
+            accuracy=tuple(accuracies.values()),
+        )
+
+    def accuracy(self) -> float:
+        """Return the test accuracy in percent."""
+        with torch.no_grad():
+            found = self.model(self.data.pixels(self.data.test_images)).argmax(1)
+        return 100 * float((found == self.data.test_labels).float().mean())
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """Return the loss of a model on some of the training images."""
+        logits = model(self.data.pixels(self.data.train_images[batch]))
+        return nn.functional.cross_entropy(logits, self.data.train_labels[batch])
+
+
+class VirtualWorkers(Workers):
+    """All workers of a run, one after the other in this process; see `Workers`."""
+
+    def __init__(
+        self, expression: str, task: ConvergenceTask, data: DataSet, *, seed: int, num_workers: int
+    ) -> None:
+        super().__init__(expression, task, data, seed=seed, num_workers=num_workers)
+        self.sync = VirtualSync(expression, self.parameters, num_workers=num_workers, seed=seed)
+        self.optimizer = make_optimizer(self.parameters, self.sync.has_momentum)
+
+    def backward(self, batches: list[Tensor], step: int) -> None:
+        """Give every parameter the mean gradient of all workers."""
+        gradients = [
+            torch.autograd.grad(self.loss(self.model, batch), self.parameters) for batch in batches
+        ]
+        lr_ratio = self.task.rate_at(max(step - 1, 0)) / self.task.rate_at(step)
+        means = self.sync.average(gradients, step, lr_ratio)
+        for parameter, mean in zip(self.parameters, means, strict=True):
+            parameter.grad = mean
+
+
+class RealWorker(Workers):
+    """One worker of a run as a rank of torch.distributed: DDP with `hipress.attach`.
+
+    It has the model, batches, rates and optimizer of the virtual worker of its rank. Differences
+    remain: gradients are partitioned among several aggregators and rounded in another order, and
+    codecs draw the same random numbers for every seed. `PLAIN` is DDP alone.
+    """
+
+    def __init__(
+        self, expression: str, task: ConvergenceTask, data: DataSet, *, seed: int, strategy: str
+    ) -> None:
+        super().__init__(expression, task, data, seed=seed, num_workers=dist.get_world_size())
+        self.rank = dist.get_rank()
+        self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        is_plain = expression == PLAIN
+        codec = None if is_plain else hipress.codec(expression)
+        brings_momentum = codec is not None and has_momentum(codec)
+        self.optimizer = make_optimizer(
+            self.parameters, [brings_momentum and not is_exempt(p) for p in self.parameters]
+        )
+        self.sync = hipress.attach(
+            self._ddp,
+            codec=codec,
+            strategy=strategy,
+            min_size=MIN_SIZE,
+            optimizer=self.optimizer,
+            enabled=not is_plain,
+        )
+
+    def backward(self, batches: list[Tensor], step: int) -> None:
+        """Give every parameter the mean gradient of all ranks."""
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(self.loss(self._ddp, batches[self.rank]))
+
+    def close(self) -> None:
+        """End the exchange, when all ranks have finished with it."""
+        if self.sync.enabled:
+            self.sync.engine.close()
+
+
+def train(
+    expression: str,
+    task: ConvergenceTask,
+    data: DataSet,
+    *,
+    seed: int = 0,
+    num_workers: int = 4,
+    num_points: int = NUM_POINTS,
+) -> Run:
+    """Train virtual workers with one codec; arguments are those of `Workers` and its `train`."""
+    task.check(data, num_workers)
+    workers = VirtualWorkers(expression, task, data, seed=seed, num_workers=num_workers)
+    return replace(
+        workers.train(num_points),
+        bytes_out=workers.sync.bytes_out / task.num_steps,
+        bytes_back=workers.sync.bytes_back / task.num_steps,
+    )
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums, and so results, must not depend on how many threads torch has."""
+    """Use one thread, so that sums, and results, do not depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -129,113 +283,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@_one_thread()
-def follow(
-    workers: Workers,
-    expression: str,
-    task: Task,
-    data: DataSet,
-    *,
-    seed: int,
-    num_workers: int,
-    num_points: int = NUM_POINTS,
-    on_point: Callable[[int], None] = lambda num_steps: None,
-) -> Run:
-    """Train, and take the test accuracy along the way.
-
-    Args:
-        workers: They have the model.
-        expression: Of their codec.
-        task: The number of steps and the rate.
-        data: The data set of that task.
-        seed: Decides the batches.
-        num_workers: How many gradients are averaged in a step.
-        num_points: How often the test accuracy is taken, after the first weights'.
-        on_point: Told each time after how many steps.
-    """
-    batches = _batches(len(data.train_labels), task, num_workers, seed)
-    points = [round(task.num_steps * (k + 1) / num_points) for k in range(num_points)]
-    accuracies = {0: accuracy(workers.model, data)}
-    for step in range(task.num_steps):
-        for group in workers.optimizer.param_groups:
-            group["lr"] = task.rate_at(step)
-        workers.backward(next(batches), step)
-        workers.optimizer.step()
-        if step + 1 in points:
-            accuracies[step + 1] = accuracy(workers.model, data)
-            on_point(step + 1)
-    return Run(
-        codec=expression,
-        seed=seed,
-        steps=tuple(accuracies),
-        accuracy=tuple(accuracies.values()),
-    )
-
-
-def train(
-    expression: str,
-    task: Task,
-    data: DataSet,
-    *,
-    seed: int = 0,
-    num_workers: int = 4,
-    num_points: int = NUM_POINTS,
-) -> Run:
-    """Train virtual workers with one codec and return the test accuracy along the way.
-
-    Args:
-        expression: A codec, or `PLAIN`.
-        task: The model, the number of steps and the rate.
-        data: The data set of that task.
-        seed: Decides first weights, batches and the codec's random numbers, so that runs with the
-            same seed differ in the codec alone.
-        num_workers: How many gradients are averaged in a step.
-        num_points: How often the test accuracy is taken.
-    """
-    task.check(data, num_workers)
-    workers = _VirtualWorkers(expression, task, data, seed=seed, num_workers=num_workers)
-    run = follow(
-        workers,
-        expression,
-        task,
-        data,
-        seed=seed,
-        num_workers=num_workers,
-        num_points=num_points,
-    )
-    return replace(
-        run,
-        bytes_out=workers.sync.bytes_out / task.num_steps,
-        bytes_back=workers.sync.bytes_back / task.num_steps,
-    )
-
-
-class _VirtualWorkers:
-    """All workers of a run, one after the other."""
-
-    def __init__(
-        self, expression: str, task: Task, data: DataSet, *, seed: int, num_workers: int
-    ) -> None:
-        self.task = task
-        self.data = data
-        self.model = make_model(task, data, seed)
-        self.parameters = list(self.model.parameters())
-        self.sync = VirtualSync(expression, self.parameters, num_workers=num_workers, seed=seed)
-        self.optimizer = make_optimizer(self.parameters, self.sync.has_momentum)
-
-    def backward(self, batches: list[Tensor], step: int) -> None:
-        gradients = [
-            torch.autograd.grad(loss(self.model, self.data, batch), self.parameters)
-            for batch in batches
-        ]
-        lr_ratio = self.task.rate_at(max(step - 1, 0)) / self.task.rate_at(step)
-        means = self.sync.average(gradients, step, lr_ratio)
-        for parameter, mean in zip(self.parameters, means, strict=True):
-            parameter.grad = mean
-
-
-def make_model(task: Task, data: DataSet, seed: int) -> nn.Module:
-    """A multi-layer perceptron, its first weights decided by the seed."""
+def make_model(task: ConvergenceTask, data: DataSet, seed: int) -> nn.Module:
+    """Return a multi-layer perceptron whose first weights depend on the seed only."""
     sizes = [data.train_images.shape[1], *task.widths, int(data.train_labels.max()) + 1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -246,7 +295,7 @@ def make_model(task: Task, data: DataSet, seed: int) -> nn.Module:
 
 
 def make_optimizer(parameters: list[nn.Parameter], has_momentum: list[bool]) -> torch.optim.SGD:
-    """SGD with momentum, but for parameters whose codec has applied it already."""
+    """Return SGD with momentum, except for parameters whose codec applies it already."""
     groups = [
         {
             "params": [p for p, own in zip(parameters, has_momentum, strict=True) if own == kind],
@@ -257,24 +306,150 @@ def make_optimizer(parameters: list[nn.Parameter], has_momentum: list[bool]) -> 
     return torch.optim.SGD([group for group in groups if group["params"]], lr=0.0)
 
 
-def accuracy(model: nn.Module, data: DataSet) -> float:
-    """Test accuracy in percent."""
-    with torch.no_grad():
-        found = model(data.pixels(data.test_images)).argmax(1)
-    return 100 * float((found == data.test_labels).float().mean())
-
-
-def loss(model: nn.Module, data: DataSet, batch: Tensor) -> Tensor:
-    """Of a model on some of the training images."""
-    logits = model(data.pixels(data.train_images[batch]))
-    return nn.functional.cross_entropy(logits, data.train_labels[batch])
-
-
-def _batches(num_images: int, task: Task, num_workers: int, seed: int) -> Iterator[list[Tensor]]:
-    """For each step, the images of each worker: every epoch in a fresh order, each image once."""
+def _batches(
+    num_images: int, task: ConvergenceTask, num_workers: int, seed: int
+) -> Iterator[list[Tensor]]:
+    """Yield the images of each worker for each step; every epoch has a new order."""
     generator = torch.Generator().manual_seed(seed)
     together = task.batch * num_workers
     while True:
         order = torch.randperm(num_images, generator=generator)
         for start in range(0, num_images - together + 1, together):
             yield list(torch.split(order[start : start + together], task.batch))
+
+
+# --- every codec beside plain averaging -----------------------------------------------------------
+
+
+def default_codecs() -> list[str]:
+    """Return every built-in codec with its defaults, then those that explain a row."""
+    return [*TABLE, *EXPLANATORY]
+
+
+def names_of(expressions: Sequence[str]) -> list[str]:
+    """Return the names of the rows: plain averaging, then each codec once."""
+    return [PLAIN, *(name for name in dict.fromkeys(expressions) if name != PLAIN)]
+
+
+def compare(
+    task: ConvergenceTask,
+    expressions: Sequence[str],
+    *,
+    num_seeds: int = 3,
+    num_workers: int = 4,
+    folder: Path | None = None,
+    jobs: int = 1,
+    on_run: Callable[[str], None] = lambda label: None,
+) -> list[dict[str, Any]]:
+    """Train with plain averaging and with each codec.
+
+    Args:
+        task: The task of all runs.
+        expressions: Codecs; plain averaging is always the first row.
+        num_seeds: Runs per codec, with seeds 0, 1, ...
+        num_workers: Virtual workers of a run.
+        folder: Folder of the data, for data sets that need it.
+        jobs: Number of runs at a time, each in its own process; 1 uses this process.
+        on_run: Called with a label after each run.
+
+    Returns:
+        One row of plain numbers per codec, in order.
+    """
+    names = names_of(expressions)
+    check(task, names, num_workers=num_workers, folder=folder)
+    todo = [(name, task, seed, num_workers, folder) for seed in range(num_seeds) for name in names]
+    runs = []
+    for run in _run_all(todo, jobs):
+        runs.append(run)
+        on_run(f"{task.data}, {run.codec}, seed {run.seed}")
+    return rows(task, names, runs, num_workers=num_workers)
+
+
+def check(
+    task: ConvergenceTask,
+    expressions: Sequence[str],
+    *,
+    num_workers: int,
+    folder: Path | None = None,
+) -> None:
+    """Check a comparison before it takes minutes.
+
+    Raises:
+        UsageError: A codec is misspelt, the data is missing, or there are too many workers for it.
+    """
+    for expression in expressions:
+        if expression != PLAIN:
+            hipress.codec(expression)
+    task.check(loaded(task.data, folder), num_workers)
+
+
+@lru_cache(maxsize=1)
+def loaded(name: str, folder: Path | None) -> DataSet:
+    """Return a data set by name; the last one is kept in memory."""
+    return data_sets.load(name, folder)
+
+
+_RunArguments = tuple[str, ConvergenceTask, int, int, Path | None]
+
+
+def _run_all(todo: list[_RunArguments], jobs: int) -> Iterator[Run]:
+    """Yield the runs as they end."""
+    if jobs == 1:
+        yield from (_run(*arguments) for arguments in todo)
+        return
+    # Not fork: torch and numba have started threads.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, mp_context=context)
+    try:
+        for done in as_completed([pool.submit(_run, *arguments) for arguments in todo]):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or ctrl-C
+
+
+def _run(
+    expression: str, task: ConvergenceTask, seed: int, num_workers: int, folder: Path | None
+) -> Run:
+    return train(expression, task, loaded(task.data, folder), seed=seed, num_workers=num_workers)
+
+
+def rows(
+    task: ConvergenceTask, names: Sequence[str], runs: Sequence[Run], *, num_workers: int
+) -> list[dict[str, Any]]:
+    """Return one row for each of the names, of which plain averaging must be one."""
+    ordered = sorted(runs, key=lambda run: run.seed)  # parallel runs end in any order
+    by_name = {name: [run for run in ordered if run.codec == name] for name in names}
+    return [_row(task, num_workers, by_name[name], by_name[PLAIN]) for name in names]
+
+
+def _row(
+    task: ConvergenceTask, num_workers: int, runs: list[Run], plain: list[Run]
+) -> dict[str, Any]:
+    """Return one flat row; accuracies in percent have two digits (one image of 10,000 is 0.01)."""
+    ends = [run.accuracy[-1] for run in runs]
+    differences = [
+        run.accuracy[-1] - base.accuracy[-1] for run, base in zip(runs, plain, strict=True)
+    ]
+    difference = statistics.fmean(differences)
+    return {
+        "data": task.data,
+        "codec": runs[0].codec,
+        "num_workers": num_workers,
+        "num_steps": task.num_steps,
+        "rate": task.rate,
+        "ratio_out": _ratio(plain[0].bytes_out, runs[0].bytes_out),
+        "ratio_back": _ratio(plain[0].bytes_out, runs[0].bytes_back),
+        "accuracy": round(statistics.fmean(ends), 2),
+        "accuracies": [round(end, 2) for end in ends],
+        "difference": round(difference, 2),
+        "difference_min": round(min(differences), 2),
+        "difference_max": round(max(differences), 2),
+        "within": round(difference, 2) >= -MAX_LOSS_POINTS,
+        "curve_steps": list(runs[0].steps),
+        "curves": [[round(point, 2) for point in run.accuracy] for run in runs],
+    }
+
+
+def _ratio(plain_bytes: float | None, num_bytes: float | None) -> float | None:
+    """Return how many times smaller the messages are; None if bytes were not counted."""
+    return None if plain_bytes is None or num_bytes is None else round(plain_bytes / num_bytes, 2)

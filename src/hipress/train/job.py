@@ -1,11 +1,11 @@
-"""A training job, one rank of it: model, data and codec by name, DDP and `hipress.attach`.
+"""One rank of a training job: model, data and codec by name, DDP and `hipress.attach`.
 
-    build         model on the device, DDP, optimizer, exchange; a checkpoint is loaded
-    every step    batch -> forward -> backward, in which gradients travel -> optimizer
-    now and then  a row for the log, an evaluation by all ranks, a checkpoint
+    start         build model, DDP, optimizer and exchange; load a checkpoint
+    every step    batch -> forward -> backward, which exchanges gradients -> optimizer
+    at intervals  a row for the log, an evaluation by all ranks, a checkpoint
 
-What happens in a step follows from the seed and the number of the step, so that a job that is
-resumed does bit for bit what it would have done. The caller has made the process group.
+A step depends on the seed and its number only, so that a job that is resumed computes the same bits
+as one that was not interrupted. The caller creates the process group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -23,71 +22,72 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hipress
-import hipress.torch
 from hipress.errors import HipressError, TrainingError, UsageError
 from hipress.plan import MIN_SIZE
 from hipress.session import selection
 from hipress.session.replicas import compare
 from hipress.session.setup import DEFAULT_CODEC
-from hipress.train import checkpoints, models, optimizers, resume
-from hipress.train.config import AUTO, Config
+from hipress.train import checkpoints, models, optimizers
+from hipress.train.batches import Sampler, test_batches, train_batches
+from hipress.train.config import AUTO, TrainConfig
 from hipress.train.data import open_data
-from hipress.train.loading import batches, test_batches
 from hipress.train.ranks import Ranks
-from hipress.train.result import Facts, Result
-from hipress.train.sampling import Sampler
+from hipress.train.result import Facts, Result, Throughput
 from hipress.train.tasks import TASKS, Batch
-from hipress.train.throughput import Throughput
 from hipress.train.virtual_sync import PLAIN
 
 _log = logging.getLogger("hipress")
 
 NUM_UNTIMED = 3
-"""Steps at the start that do not count for speed: kernels are compiled, buckets laid out."""
+"""Steps at the start that do not count for speed, because they compile kernels and plan buckets."""
 TRACED_STEPS = 5
 FILE_LOADERS = 2
-"""Processes that read files for every batch, unless the user says otherwise."""
-_OF_A_HOST = ("paths", "checkpoint", "timeline", "plan", "loaders")
+"""Default number of loader processes for data that opens files for every batch."""
+_HOST_OPTIONS = ("paths", "checkpoint", "timeline", "plan", "loaders")
+"""Options that may differ between hosts."""
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Watcher(Protocol):
-    """Who is told how a job goes; on all ranks, with the same rows."""
+    """Receives the progress of a job; all ranks get the same rows."""
 
     def on_start(self, facts: Facts) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step(self, step: int) -> None:
-        """After every step; must be quick."""
+        """Called after every step; must be quick."""
 
     def on_row(self, row: dict[str, Any]) -> None:
-        """Every `log_every` steps, and after an evaluation."""
+        """Called every `log_every` steps, and after an evaluation."""
 
 
 class Job:
     """One rank's part of a training job.
 
     Args:
-        config: What to do, the same on all ranks.
-        device: Where this rank computes.
+        config: The options, the same on all ranks.
+        device: The device of this rank.
+        ranks: All ranks of the job; None selects those of the default process group.
 
     Raises:
-        UsageError: Something in the config cannot be.
+        UsageError: An option is invalid.
     """
 
-    def __init__(self, config: Config, device: torch.device, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, device: torch.device, ranks: Ranks | None = None
+    ) -> None:
         self.ranks = ranks or Ranks.of_group()
-        self.config = config = config.settled(self.ranks.num_ranks)
+        self.config = config = config.with_default_codec(self.ranks.num_ranks)
         self.device = device
         self.ranks.compute_on(device)
         self.rank, self.num_ranks = self.ranks.rank, self.ranks.num_ranks
         self.ranks.jointly("hipress train", self._prepare)
         self.ranks.compare("hipress train", self._common_facts())
         self._build()
-        self.step = resume.resume(self) if config.resume else 0
+        self.step = checkpoints.resume(self) if config.resume else 0
 
     def _prepare(self) -> None:
-        """All that this rank can do, and refuse, by itself."""
+        """Do everything, checks included, that needs no other rank."""
         config = self.config
         config.check()
         line = models.model(config.model)
@@ -122,20 +122,28 @@ class Job:
                 f"the run has {self.num_steps}; train longer, or leave it out."
             )
         self.schedule = config.schedule(self.num_steps / per_epoch, per_epoch)
+        self._eval_steps = 0
+        if config.eval_every:
+            self._eval_steps = max(round(config.eval_every * per_epoch), 1)
+        default_loaders = FILE_LOADERS if self.data.reads_files else 0
+        self._loading: dict[str, Any] = {
+            "num_loaders": default_loaders if config.loaders is None else config.loaders,
+            "pin": self.device.type == "cuda",
+        }
         if config.checkpoint is not None:
             checkpoints.check_folder(config.checkpoint, resumes=config.resume)
-        asked = self._asked()
-        if config.codec == AUTO:  # uses no codec that brings momentum
-            asked["codec"] = None
-        self.rules = selection.rules(**asked, default_codec=DEFAULT_CODEC)
-        self._is_foreign = line.task is None
+        arguments = self._selection_arguments()
+        if config.codec == AUTO:  # which never selects a codec with momentum
+            arguments["codec"] = None
+        self.rules = selection.rules(**arguments, default_codec=DEFAULT_CODEC)
+        self._is_custom = line.task is None
         self.model = line.make(config.seed, **self.data.sizes)
         selection.check_names(self.rules, [name for name, _ in self.model.named_parameters()])
         is_onebit = config.plan is None and self.rules.codec.name.startswith("onebit")
         if self.rank == 0 and is_onebit and config.has_momentum:
             _log.warning(
-                "onebit in front of SGD's momentum may fall behind (docs/train.md); "
-                "momentum(ef(onebit)) sends the same and keeps momentum in the codec"
+                "onebit before SGD's momentum may lose accuracy (docs/train.md); "
+                "momentum(ef(onebit)) sends as many bytes and applies momentum in the codec"
             )
         if config.plain_steps and optimizers.sent_as_momentum(self.rules, self.model):
             raise UsageError(
@@ -144,17 +152,17 @@ class Job:
             )
 
     def _common_facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks; data and checkpoints may lie in different places."""
-        told = {k: v for k, v in asdict(self.config).items() if k not in _OF_A_HOST}
-        return told | {
+        """Return what must be the same on all ranks."""
+        options = {k: v for k, v in asdict(self.config).items() if k not in _HOST_OPTIONS}
+        return options | {
             "training examples": self.data.num_train,
             "test examples": self.data.num_test,
             "sizes of the data": dict(self.data.sizes),
             "steps": self.num_steps,
         }
 
-    def _asked(self) -> dict[str, Any]:
-        """The arguments of `attach` that say what is compressed."""
+    def _selection_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `attach` that select what is compressed."""
         config = self.config
         return {
             "codec": None if config.codec == PLAIN else config.codec,
@@ -166,14 +174,14 @@ class Job:
         }
 
     def _build(self) -> None:
-        """The exchange with the other ranks."""
+        """Build everything that needs the other ranks."""
         config, device = self.config, self.device
         self.model.to(device)
         self.ddp = DistributedDataParallel(
             self.model,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            # Ranks that drew the same weights need not send them: on a slow line that is minutes.
+            # Ranks that drew the same weights need not send them, which takes minutes at low rates.
             init_sync=not self.ranks.have_same(self.model),
         )
         self.scaler = torch.amp.GradScaler(device.type) if config.amp == "fp16" else None
@@ -181,7 +189,7 @@ class Job:
         self.optimizer = optimizers.make(config, self.model, self.rules if enabled else None)
         self.sync = hipress.attach(
             self.ddp,
-            **self._asked(),
+            **self._selection_arguments(),
             warmup_steps=config.plain_steps,
             optimizer=self.optimizer,
             scaler=self.scaler,
@@ -191,7 +199,7 @@ class Job:
         )
 
     def facts(self) -> Facts:
-        """What a reader of the log wants to know first."""
+        """Return what is known before the first step."""
         config, sync = self.config, self.sync
         sizes = {n: p.numel() for n, p in self.model.named_parameters() if p.requires_grad}
         skipped = sync.skipped
@@ -230,59 +238,63 @@ class Job:
         """
         watcher.on_start(self.facts())
         config, first = self.config, self.step
-        pace = Throughput(first, self.step + NUM_UNTIMED)
+        save_steps = config.checkpoint_every or self.sampler.steps_per_epoch
+        throughput = Throughput(first, self.step + NUM_UNTIMED)
         losses, num_losses = torch.zeros((), device=self.device), 0
         last: dict[str, Any] = {}
-        for batch in self._batches(first):
+        for batch in train_batches(self.data, self.sampler, first, self.num_steps, **self._loading):
             if self.step == first + NUM_UNTIMED:
                 self._wait_for_device()
-                pace.begin(self.step)
+                throughput.begin(self.step)
                 if config.timeline is not None:
                     self.sync.timeline(str(config.timeline), steps=TRACED_STEPS)
-            losses, num_losses = losses + self._try(batch, first), num_losses + 1
+            losses, num_losses = losses + self._checked_step(batch, first), num_losses + 1
             self.step += 1
-            pace.num_units += self.task.num_units(batch)
+            throughput.num_units += self.task.num_units(batch)
             watcher.on_step(self.step)
-            tests, saves = self._is_test_time(), self._is_checkpoint_time()
-            if not (tests or saves or self._is_point(config.log_every)):
+            tests = config.evaluates and self._is_due(self._eval_steps)
+            saves = config.checkpoint is not None and self._is_due(save_steps)
+            if not (tests or saves or self._is_due(config.log_every)):
                 continue
-            # Waits for the device. Ranks may have different numbers of tokens.
-            sums = torch.tensor([float(losses) / num_losses, pace.num_units], dtype=torch.float64)
+            # float() waits for the device. Ranks may have different numbers of tokens.
+            mine = [float(losses) / num_losses, throughput.num_units]
+            sums = torch.tensor(mine, dtype=torch.float64)
             loss, units = (value / self.num_ranks for value in self.ranks.total(sums))
             self.check_finite("loss", loss)
             losses, num_losses = torch.zeros_like(losses), 0
-            row = {"kind": "step", **pace.end(self.step, units), "epoch": self._epoch, "loss": loss}
+            speed = throughput.end(self.step, units)
+            row = {"kind": "step", **speed, "epoch": self._epoch, "loss": loss}
             watcher.on_row(row | {"rate": self._rate(self.step - 1)})
             last |= row
-            if saves:  # before the test, whose failure must not cost an epoch
-                resume.save(self)
+            if saves:  # before the test, so that a failing test does not lose an epoch
+                checkpoints.save(self)
             if tests:
-                last |= self._test(pace, watcher)
-            pace.begin(self.step)
-        if self.step == first and config.evaluates:  # resumed at its end
-            last = self._test(pace, watcher)
+                last |= self._test(throughput, watcher)
+            throughput.begin(self.step)
+        if self.step == first and config.evaluates:  # a finished job was resumed
+            last = self._test(throughput, watcher)
         compare(self.ranks.gather_digests(self.model), self.step)
-        return self._result(pace, last, first)
+        return self._result(throughput, last, first)
 
-    def _test(self, pace: Throughput, watcher: Watcher) -> dict[str, Any]:
+    def _test(self, throughput: Throughput, watcher: Watcher) -> dict[str, Any]:
         found = self.evaluate()
         if found["test_loss"] is not None:
             self.check_finite("test loss", found["test_loss"])
-        at = {"step": self.step, "time_s": pace.elapsed_s, "epoch": self._epoch}
+        at = {"step": self.step, "time_s": throughput.elapsed_s, "epoch": self._epoch}
         watcher.on_row({"kind": "test", **at, **found})
         return found
 
     def evaluate(self) -> dict[str, float | None]:
-        """Loss and accuracy on the test data, which all ranks share out."""
+        """Return loss and accuracy on the test data, which is distributed over all ranks."""
         self.model.eval()
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # running statistics, which ranks have their own of
+            dist.broadcast(buffer, src=0)  # running statistics differ between ranks
         total = torch.zeros(4, dtype=torch.float64)
         mine = torch.arange(self.rank, self.data.num_test, self.num_ranks)
         with torch.no_grad(), self._autocast():
-            for batch in test_batches(self.data, mine, self.batch, self._num_loaders, self._pins):
+            for batch in test_batches(self.data, mine, self.batch, **self._loading):
                 score = self.task.evaluate(self.model, self._on_device(batch))
-                # Where nothing is right or wrong, the loss is a mean over examples.
+                # Without predictions the loss is a mean over examples.
                 scored = score.num_scored
                 found = (score.loss_sum, scored or len(batch[0]), score.num_right, scored)
                 total += torch.tensor(found, dtype=torch.float64)
@@ -294,18 +306,18 @@ class Job:
         }
 
     def close(self) -> None:
-        """End the exchange; when all ranks are done with it."""
+        """End the exchange, when all ranks have finished with it."""
         if self.sync.enabled:
             self.sync.engine.close()
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _try(self, batch: Batch, first: int) -> Tensor:
-        """One step; the first of a model that is not ours may fail for what it is given."""
+    def _checked_step(self, batch: Batch, first: int) -> Tensor:
+        """Train one step; explain an error in the first step of a user's own model."""
         try:
             return self._train(batch)
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
-            if not self._is_foreign or self.step > first or isinstance(error, HipressError):
+            if not self._is_custom or self.step > first or isinstance(error, HipressError):
                 raise
             _log.debug("the first step", exc_info=True)
             shapes = ", ".join(str(tuple(part.shape)) for part in batch)
@@ -316,8 +328,8 @@ class Job:
             ) from error
 
     def _train(self, batch: Batch) -> Tensor:
-        """One step; the loss of this rank."""
-        torch.manual_seed(self.sampler.seed_of(self.step))  # of dropout
+        """Train one step and return the loss of this rank."""
+        torch.manual_seed(self.sampler.seed_of(self.step))  # for dropout
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(self.step)
         self.optimizer.zero_grad(set_to_none=True)
@@ -355,66 +367,37 @@ class Job:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # --- now and then -----------------------------------------------------------------------------
+    # --- intervals and results --------------------------------------------------------------------
 
     @property
     def _epoch(self) -> float:
         return self.step / self.sampler.steps_per_epoch
 
-    def _is_point(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.num_steps
-
-    def _is_test_time(self) -> bool:
-        if not self.config.evaluates:
-            return False
-        if self.step == self.num_steps:
-            return True
-        if self.config.eval_every == 0:
-            return False
-        every = max(round(self.config.eval_every * self.sampler.steps_per_epoch), 1)
-        return self.step % every == 0
-
-    def _is_checkpoint_time(self) -> bool:
-        if self.config.checkpoint is None:
-            return False
-        return self._is_point(self.config.checkpoint_every or self.sampler.steps_per_epoch)
-
-    def _batches(self, first: int) -> Iterator[Batch]:
-        return batches(
-            self.data, self.sampler, first, self.num_steps, self._num_loaders, self._pins
-        )
-
-    @property
-    def _pins(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def _num_loaders(self) -> int:
-        if self.config.loaders is not None:
-            return self.config.loaders
-        return FILE_LOADERS if self.data.reads_files else 0
+    def _is_due(self, num_steps: int) -> bool:
+        """Return whether an interval ends with this step; 0 means the end of the run only."""
+        return self.step == self.num_steps or (num_steps > 0 and self.step % num_steps == 0)
 
     def check_finite(self, what: str, value: float) -> None:
-        """Raise a TrainingError for a value that is not."""
+        """Raise a TrainingError if a value is not finite."""
         if not math.isfinite(value):
             saved = self.config.checkpoint is not None
             raise TrainingError(
                 f"the {what} is {value} at step {self.step}; start again with a smaller --lr than "
                 f"{self.config.base_rate:g}, --warmup-epochs or --clip-norm"
-                f"{', or go on from the last checkpoint with --resume' if saved else ''}."
+                f"{', or continue from the last checkpoint with --resume' if saved else ''}."
             )
 
-    def _result(self, pace: Throughput, last: dict[str, Any], first: int) -> Result:
+    def _result(self, throughput: Throughput, last: dict[str, Any], first: int) -> Result:
         stats = self.sync.stats()
         num_done = max(self.step - first, 1)
         numel = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         plain = 2 * (self.num_ranks - 1) / self.num_ranks * 4 * numel
         sent = stats.sent_bytes / num_done if self.sync.enabled else plain
         sent = self.ranks.total(torch.tensor([sent], dtype=torch.float64))[0] / self.num_ranks
-        steps_per_s, units_per_s = pace.speed()
+        steps_per_s, units_per_s = throughput.speed()
         return Result(
             num_steps=self.step - first,
-            seconds=pace.elapsed_s,
+            seconds=throughput.elapsed_s,
             steps_per_s=steps_per_s,
             units_per_s=units_per_s * self.num_ranks,
             units_per_s_per_rank=units_per_s,

@@ -1,4 +1,4 @@
-"""The optimizer of a training job: momentum is left out where a codec brings its own."""
+"""The optimizer of a training job, without momentum for parameters whose codec applies it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hipress.codecs.base import Codec
 from hipress.session.buckets import applies_decay, has_momentum
 from hipress.session.selection import Rules
 from hipress.torch.ddp import clean, sparse_names, spec_of
-from hipress.train.config import Config
+from hipress.train.config import TrainConfig
 
 
-def make(config: Config, model: nn.Module, rules: Rules | None) -> torch.optim.Optimizer:
-    """The optimizer that the config names.
+def make(config: TrainConfig, model: nn.Module, rules: Rules | None) -> torch.optim.Optimizer:
+    """Return the optimizer that the config names.
 
     Args:
-        config: The job's.
-        model: Whose parameters it moves.
-        rules: What is compressed, and how; None: nothing is.
+        config: The options of the job.
+        model: The model whose parameters it updates.
+        rules: Which gradients are compressed, and how; None if none is.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decay = config.weight_decay
@@ -28,13 +28,13 @@ def make(config: Config, model: nn.Module, rules: Rules | None) -> torch.optim.O
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
         return kind([p for _, p in named], lr=config.base_rate, weight_decay=decay)
     sent = {} if rules is None else sent_as_momentum(rules, model)
-    # Where the codec decays weights, the optimizer must not.
+    # If the codec applies weight decay, the optimizer must not.
     decayed = {name for name, codec in sent.items() if applies_decay(codec)}
-    momentless = {"momentum": 0.0, "nesterov": False}
+    no_momentum = {"momentum": 0.0, "nesterov": False}
     groups: list[dict[str, Any]] = [
         {"params": [p for name, p in named if name not in sent]},
-        {"params": [p for name, p in named if name in sent and name not in decayed], **momentless},
-        {"params": [p for name, p in named if name in decayed], "weight_decay": 0.0, **momentless},
+        {"params": [p for name, p in named if name in sent and name not in decayed], **no_momentum},
+        {"params": [p for name, p in named if name in decayed], "weight_decay": 0.0, **no_momentum},
     ]
     return torch.optim.SGD(
         [group for group in groups if group["params"]],
@@ -46,15 +46,12 @@ def make(config: Config, model: nn.Module, rules: Rules | None) -> torch.optim.O
 
 
 def sent_as_momentum(rules: Rules, model: nn.Module) -> dict[str, Codec]:
-    """Parameters whose codec sends momentum, so that a second one would count twice."""
+    """Return the codecs that send momentum, by parameter; a second momentum would count twice."""
     sparse = sparse_names(model)
-    brings: dict[str, bool] = {}
     sent = {}
     for name, parameter in model.named_parameters():
         spec = spec_of(clean(name), parameter, is_sparse=clean(name) in sparse)
         codec = rules.choice(spec).codec
-        if codec.name not in brings:
-            brings[codec.name] = has_momentum(codec)
-        if brings[codec.name]:
+        if has_momentum(codec):
             sent[name] = codec
     return sent

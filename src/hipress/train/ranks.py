@@ -1,4 +1,4 @@
-"""What the ranks of a training job tell each other besides gradients."""
+"""The ranks of a training job: their devices, and what they exchange besides gradients."""
 
 from __future__ import annotations
 
@@ -25,96 +25,119 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BEAT_S = 1.0
-"""How often rank 0 shows that it is still at work."""
+"""Interval of rank 0's heartbeats."""
 LOOK_S = 5.0
-"""How often the others look."""
+"""Interval at which the other ranks check them."""
 _DONE = b"done"
 
 
 class JointError(UsageError):
-    """A refusal that all ranks raise alike."""
+    """A UsageError that all ranks raise together."""
+
+
+def choose_device(
+    device: str, backend: str, *, local_rank: int, num_local: int
+) -> tuple[torch.device, str]:
+    """Return the rank's device and the backend of torch.distributed.
+
+    Args:
+        device: auto (a GPU if there is one), cpu or cuda.
+        backend: auto, gloo or nccl. NCCL needs a GPU for each rank; if ranks share one, auto
+            selects gloo.
+        local_rank: Number of this rank on its host.
+        num_local: Number of ranks on this host.
+
+    Raises:
+        UsageError: The device or the backend is not available.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and num_gpus == 0:
+        raise UsageError("--device cuda and torch sees no GPU here; give --device cpu.")
+    on_gpu = device != "cpu" and num_gpus > 0
+    shares = num_local > num_gpus
+    if backend == "nccl" and (not on_gpu or shares):
+        why = f"{num_local} ranks share {num_gpus} GPU(s)" if on_gpu else "the device is a CPU"
+        raise UsageError(f"--backend nccl needs a GPU for each rank and {why}; give gloo.")
+    if not on_gpu:
+        return torch.device("cpu"), "gloo"
+    where = torch.device("cuda", local_rank % num_gpus)
+    return where, backend if backend != "auto" else "gloo" if shares else "nccl"
 
 
 class Ranks:
-    """All ranks of a job.
-
-    Args:
-        store: Shared by all of them.
-        rank: This one.
-        num_ranks: How many there are.
-    """
+    """All ranks of a job, which share a store."""
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._store = PrefixStore("hipress/train", store)
         self._timeout_s = settings.timeout_s()
-        self._council = Agreement(self._store, rank, num_ranks, self._timeout_s)
+        self._agreement = Agreement(self._store, rank, num_ranks, self._timeout_s)
         self._num_waits = 0
         self._device = torch.device("cpu")
 
     @classmethod
     def of_group(cls) -> Ranks:
-        """Those of the default process group."""
+        """Return the ranks of the default process group."""
         store = dist.distributed_c10d._get_default_store()
         return cls(store, dist.get_rank(), dist.get_world_size())
 
     def compute_on(self, device: torch.device) -> None:
-        """Say where this rank computes, once there is a process group."""
-        # What NCCL carries must be on the GPU; gloo takes a CPU's without a copy.
+        """Set the device of this rank, once there is a process group."""
+        # NCCL needs tensors on the GPU; gloo takes those of a CPU without a copy.
         self._device = device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     # --- through the store ------------------------------------------------------------------------
 
     def jointly(self, what: str, work: Callable[[], T]) -> T:
-        """What this rank's work gives; where any rank's refuses, all raise.
+        """Return the result of this rank's work; if that of any rank fails, all ranks raise.
 
         Args:
-            what: Names the occasion in errors.
-            work: Of this rank alone: it must not wait for others.
+            what: Names the work in errors.
+            work: The work of this rank, which must not wait for other ranks.
 
         Raises:
-            JointError: A rank refuses; where not all do alike, it is named.
+            JointError: The work of a rank failed; it is named unless all failed alike.
         """
         refusal, found = None, []
         try:
             found.append(work())
         except (UsageError, MissingDependencyError) as error:
             refusal = str(error)
-        told = self._council.agree(what, {}, told=refusal)
-        for rank, text in enumerate(told):
+        refusals = self._agreement.agree(what, {}, told=refusal)
+        for rank, text in enumerate(refusals):
             if text is not None:
-                raise JointError(text if len(set(told)) == 1 else f"rank {rank}: {text}")
+                raise JointError(text if len(set(refusals)) == 1 else f"rank {rank}: {text}")
         return found[0]
 
     def compare(self, what: str, facts: dict[str, Any]) -> None:
-        """Raise an AgreementError on all ranks where one has other facts than rank 0."""
-        self._council.agree(what, facts)
+        """Raise an AgreementError on all ranks if one has other facts than rank 0."""
+        self._agreement.agree(what, facts)
 
     def by_first(self, work: Callable[[], None]) -> None:
-        """Let rank 0 work alone, however long it takes; the others wait as long as it lives.
+        """Let rank 0 work alone; the others wait as long as it sends heartbeats.
 
         Raises:
-            JointError: It failed.
+            JointError: The work failed.
             PeerError: Rank 0 is gone.
         """
         self._num_waits += 1
         done, beat = f"done/{self._num_waits}", f"beat/{self._num_waits}"
         if self.rank == 0:
-            # Whoever is here has read what was told the last time.
+            # A rank that is here has read the keys of the last call.
             for key in ("done", "beat"):
                 self._store.delete_key(f"{key}/{self._num_waits - 1}")
-            told = _DONE
+            outcome = _DONE
             with self._beating(beat):
                 try:
                     work()
                 except UsageError as error:
-                    told = str(error).encode()
-            self._store.set(done, told)  # type: ignore[arg-type]
+                    outcome = str(error).encode()
+            self._store.set(done, outcome)  # type: ignore[arg-type]
         else:
             self._wait_for_first(done, beat)
-            told = self._store.get(done)
-        if told != _DONE:
-            raise JointError(told.decode())
+            outcome = self._store.get(done)
+        if outcome != _DONE:
+            raise JointError(outcome.decode())
 
     @contextmanager
     def _beating(self, key: str) -> Iterator[None]:
@@ -144,34 +167,34 @@ class Ranks:
                 count, since_s = seen, time.monotonic()
             elif time.monotonic() - since_s > self._timeout_s:
                 raise PeerError(
-                    f"rank 0 wrote nothing for {self._timeout_s:g} s and does not say that it "
-                    "lives: gone or stuck; look at its output, or raise HIPRESS_TIMEOUT.",
+                    f"rank 0 has sent no heartbeat for {self._timeout_s:g} s and is gone or stuck; "
+                    "look at its output, or raise HIPRESS_TIMEOUT.",
                     ranks=(0,),
                 )
 
     # --- through the process group ----------------------------------------------------------------
 
     def total(self, values: Tensor) -> list[float]:
-        """The sum over all ranks, each."""
+        """Return the sum of each value over all ranks."""
         values = values.detach().to(self._device, torch.float64)
         dist.all_reduce(values)
         found: list[float] = values.tolist()
         return found
 
     def gather(self, values: Tensor) -> list[list[int]]:
-        """Whole numbers of all ranks."""
+        """Return the integers of all ranks."""
         values = values.to(self._device)
         found = [torch.empty_like(values) for _ in range(self.num_ranks)]
         dist.all_gather(found, values)
         return [one.tolist() for one in found]
 
     def gather_digests(self, model: nn.Module) -> list[dict[str, str]]:
-        """By name of parameter, for each rank a number that stands for its bits."""
+        """Return a digest of each parameter by name, for each rank."""
         mine = digests(model.named_parameters())
         values = torch.tensor([int(text, 16) - 2**63 for text in mine.values()])
         return [dict(zip(mine, map(str, one), strict=True)) for one in self.gather(values)]
 
     def have_same(self, model: nn.Module) -> bool:
-        """Whether all hold the same parameters."""
+        """Return whether all ranks have the same parameters."""
         found = self.gather_digests(model)
         return all(one == found[0] for one in found)

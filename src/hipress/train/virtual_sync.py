@@ -1,11 +1,11 @@
-"""The gradient exchange of several workers in one process, through the codecs of a real sync.
+"""The gradient exchange of several workers in one process, with the codecs of a real exchange.
 
 With g_w the gradient of worker w and N the number of workers:
 
     mean      the sum over w of decode(encode(g_w)) / N, in rank order
     update    decode(encode_back(mean)), the same bits for all
 
-No network, no processes: what is left is what a codec does to training.
+There is no network and no other process, so only the effect of a codec on training remains.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from torch import Tensor
 import hipress
 from hipress.codecs import Codec
 from hipress.codecs.base import State
+from hipress.plan import exempt_reason
 
 PLAIN = "uncompressed"
-"""Stands where a codec's expression would: plain averaging, no codec at all."""
-
-MIN_NUMEL = 4096
-"""Smaller parameters, and 1-D ones (bias, norm), are averaged plainly: the cheapest accuracy."""
+"""Used in place of a codec expression: plain averaging without any codec."""
 
 
 class VirtualSync:
@@ -31,9 +29,9 @@ class VirtualSync:
 
     Args:
         expression: A codec, or `PLAIN`.
-        parameters: What is trained; exempt ones are averaged plainly.
-        num_workers: Ranks 0 to num_workers - 1; the aggregator is one more.
-        seed: Feeds the codecs' random numbers.
+        parameters: The trained parameters; exempt ones are averaged uncompressed.
+        num_workers: Number of workers, ranks 0 to num_workers - 1; the aggregator is one more.
+        seed: Seed of the codecs' random numbers.
 
     Example:
         >>> sync = VirtualSync("onebit", [torch.zeros(64, 64)], num_workers=2)
@@ -47,9 +45,9 @@ class VirtualSync:
     ) -> None:
         self.num_workers = num_workers
         self.bytes_out = 0
-        """Sent by worker 0 so far."""
+        """Bytes that worker 0 has sent."""
         self.bytes_back = 0
-        """Sent back to each so far."""
+        """Bytes that the aggregator has sent to each worker."""
         codec = None if expression == PLAIN else hipress.codec(expression)
         self.tensors = [
             _Exempt(self) if codec is None or is_exempt(p) else _Compressed(self, codec, p, seed, i)
@@ -64,12 +62,12 @@ class VirtualSync:
     def average(
         self, gradients: Sequence[Sequence[Tensor]], step: int, lr_ratio: float = 1.0
     ) -> list[Tensor]:
-        """The averaged gradient of each parameter, as every worker decodes it.
+        """Return the averaged gradient of each parameter, as every worker decodes it.
 
         Args:
             gradients: For each worker in rank order, the gradient of each parameter.
-            step: Of training, from 0; it decides the phase of a codec that has phases.
-            lr_ratio: The last step's learning rate over this one's.
+            step: Training step, from 0; it selects the phase of a codec that has phases.
+            lr_ratio: The last step's learning rate divided by this one's.
         """
         by_parameter = zip(*gradients, strict=True)
         return [
@@ -79,12 +77,12 @@ class VirtualSync:
 
 
 def is_exempt(parameter: Tensor) -> bool:
-    """Whether a parameter is too small to be worth its accuracy."""
-    return parameter.dim() < 2 or parameter.numel() < MIN_NUMEL
+    """Return whether a parameter's gradient is never compressed."""
+    return bool(exempt_reason(parameter.dim(), parameter.numel()))
 
 
 class _Exempt:
-    """A parameter that travels as it is."""
+    """A parameter that is sent uncompressed."""
 
     has_momentum = False
 
@@ -109,9 +107,9 @@ class _Compressed:
         self.sync = sync
         self.codec = codec
         self.frame_back = torch.empty(0, dtype=torch.uint8)
-        """What the aggregator sent last."""
+        """The last frame of the aggregator."""
         self._backs: dict[str, Codec] = {}
-        # Parameters differ in seed, ranks in stream unless they must draw alike.
+        # Parameters differ in seed; ranks differ in stream unless they must draw the same numbers.
         seed = 1_000_003 * seed + index
         streams = [0 if codec.shares_stream else rank for rank in range(sync.num_workers + 1)]
         self.states: list[State] = [
@@ -124,7 +122,7 @@ class _Compressed:
         self._follows_rate = "momentum" in own
 
     def back(self, step: int) -> Codec:
-        """The codec of the way back in the phase of a step."""
+        """Return the aggregator's codec in the phase of a step."""
         codec = self.codec.phase(step)
         if codec.name not in self._backs:
             self._backs[codec.name] = codec.aggregator(self.sync.num_workers)

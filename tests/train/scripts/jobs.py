@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 
 from hipress.train import checkpoints
-from hipress.train.config import Config
+from hipress.train.config import TrainConfig
 from hipress.train.job import Job
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -76,7 +76,7 @@ def config(**options):
     options["paths"] = [Path(path) for path in options.get("paths", [])]
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     base = {"model": "cnn", "batch": 16, "steps": 12, "log_every": 1, "device": "cpu"}
-    return Config(**base | options)
+    return TrainConfig(**base | options)
 
 
 def trains(rank, num_ranks, **options):
@@ -87,13 +87,13 @@ def trains(rank, num_ranks, **options):
 
 def slow_disk(rank, num_ranks, **options):
     """A write that takes longer than a rank may be late."""
-    real = checkpoints.save
+    real = checkpoints.write
 
     def slowly(folder, state):
         time.sleep(7)
         real(folder, state)
 
-    checkpoints.save = slowly
+    checkpoints.write = slowly
     return play(config(**options))
 
 

@@ -1,11 +1,12 @@
-"""The data sets of the training jobs, by name: digits, made-up data, and files of the user's.
+"""The data sets of the training jobs, by name: digits, synthetic data, and the user's own files.
 
-Nothing is downloaded. To add one, write its module and add a line to the table below.
+Nothing is downloaded. To add a data set, write how to open it and add it to the table below.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,52 +14,42 @@ from pathlib import Path
 from hipress import settings
 from hipress.errors import UsageError
 from hipress.train.data.base import Data
-from hipress.train.data.cifar100 import open_cifar100
-from hipress.train.data.digits import open_digits
-from hipress.train.data.fashion_mnist import open_fashion_mnist
-from hipress.train.data.imagefolder import open_imagefolder
-from hipress.train.data.parallel_text import open_parallel_text
-from hipress.train.data.rows import DataSet, load
-from hipress.train.data.synthetic import Draw, Synthetic
-from hipress.train.data.text import open_text
+from hipress.train.data.image_folder import open_imagefolder
+from hipress.train.data.images import (
+    DataSet,
+    load,
+    open_cifar100,
+    open_digits,
+    open_fashion_mnist,
+)
+from hipress.train.data.synthetic import Synthetic
+from hipress.train.data.text import open_parallel_text, open_text
+from hipress.train.tasks import Draw
 
-__all__ = ["NAMES", "TOKENS", "Data", "DataSet", "Draw", "load", "open_data", "usage"]
+__all__ = ["NAMES", "TOKENS", "Data", "DataSet", "load", "open_data", "usage"]
 
 TOKENS = ("bytes", "words")
-"""What a token of a text may be."""
+"""Kinds of tokens of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What `open_data` was asked for."""
+class _Entry:
+    """One data set of the table."""
 
-    paths: tuple[Path, ...]
-    task: str
-    draw: Draw | None
-    least_side: int | None
-    side: int | None
-    length: int | None
-    tokens: str
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Line:
-    """One line of the table."""
-
-    open: Callable[[_Request], Data]
+    open: Callable[..., Data]
+    """Takes the paths, and those arguments of `open_data` that its signature names."""
     tasks: tuple[str, ...]
-    """Those it has batches for; the first one where the model does not say."""
+    """Tasks that the data set has batches for; the first one is the default."""
     has: str
-    """What it has, to complete the sentence "it has ..."."""
+    """Its contents, to complete the sentence "it has ..."."""
     paths: tuple[str, ...] = ()
-    """What the user gives after the name."""
+    """The paths that the user gives after the name."""
     takes: str = "no path"
     """The same in words."""
     num_optional: int = 0
-    """How many of the paths may be missing."""
+    """How many of the paths may be left out."""
     options: tuple[str, ...] = ()
-    """Those of --side and --tokens that it takes."""
+    """Those of --side and --tokens that apply to it."""
 
 
 _NEEDS = {
@@ -68,30 +59,29 @@ _NEEDS = {
     "translate": "pairs of lines",
     "style": "images of two domains",
 }
-"""Task: what is needed for it."""
+"""What the data must have, by task."""
 
 
-def _open_fashion_mnist(request: _Request) -> Data:
-    folder = request.paths[0] if request.paths else settings.fashion_mnist()
+def _open_fashion_mnist(folder: Path | None = None, *, least_side: int | None) -> Data:
+    folder = folder or settings.fashion_mnist()
     if folder is None:
         raise UsageError(
             f"fashion-mnist takes one folder and none is given; write {usage('fashion-mnist')} or "
             "set HIPRESS_FASHION_MNIST."
         )
-    return open_fashion_mnist(folder, request.least_side)
+    return open_fashion_mnist(folder, least_side)
 
 
-def _open_synthetic(request: _Request) -> Data:
-    if request.draw is None:
+def _open_synthetic(
+    *, draw: Draw | None, task: str, seed: int, side: int | None, length: int | None
+) -> Data:
+    if draw is None:
         raise UsageError(
             "synthetic data is drawn by the model, and this model has no data of its own; choose "
-            f"{_listed(usage(name) for name in NAMES if name != 'synthetic')}."
+            f"{_choices(usage(name) for name in NAMES if name != 'synthetic')}."
         )
-    found = Synthetic(request.draw, task=request.task, seed=request.seed)
-    for option, given, own in (
-        ("--side", request.side, found.side),
-        ("--length", request.length, found.length),
-    ):
+    found = Synthetic(draw, task=task, seed=seed)
+    for option, given, own in (("--side", side, found.side), ("--length", length, found.length)):
         if given not in (None, own):
             raise UsageError(
                 f"{option} is {given} and the synthetic data of this model has {own or 'none'}; "
@@ -101,13 +91,9 @@ def _open_synthetic(request: _Request) -> Data:
 
 
 _TABLE = {
-    "digits": _Line(
-        open=lambda request: open_digits(request.least_side),
-        tasks=("classify",),
-        has="images with labels",
-    ),
-    "synthetic": _Line(open=_open_synthetic, tasks=tuple(_NEEDS), has="made-up data"),
-    "fashion-mnist": _Line(
+    "digits": _Entry(open=open_digits, tasks=("classify",), has="images with labels"),
+    "synthetic": _Entry(open=_open_synthetic, tasks=tuple(_NEEDS), has="made-up data"),
+    "fashion-mnist": _Entry(
         open=_open_fashion_mnist,
         tasks=("classify",),
         has="images with labels",
@@ -115,40 +101,31 @@ _TABLE = {
         takes="one folder",
         num_optional=1,
     ),
-    "cifar100": _Line(
-        open=lambda request: open_cifar100(request.paths[0], request.least_side),
+    "cifar100": _Entry(
+        open=open_cifar100,
         tasks=("classify",),
         has="images with labels",
         paths=("DIR",),
         takes="one folder",
     ),
-    "imagefolder": _Line(
-        open=lambda request: open_imagefolder(
-            request.paths[0],
-            task=request.task,
-            side=request.side,
-            least_side=request.least_side,
-        ),
+    "imagefolder": _Entry(
+        open=open_imagefolder,
         tasks=("classify", "style"),
         has="image files",
         paths=("DIR",),
         takes="one folder",
         options=("--side",),
     ),
-    "text": _Line(
-        open=lambda request: open_text(
-            request.paths[0], task=request.task, length=request.length, tokens=request.tokens
-        ),
+    "text": _Entry(
+        open=open_text,
         tasks=("language", "masked"),
         has="one text",
         paths=("FILE",),
         takes="one file",
         options=("--tokens",),
     ),
-    "parallel-text": _Line(
-        open=lambda request: open_parallel_text(
-            *request.paths, length=request.length, tokens=request.tokens
-        ),
+    "parallel-text": _Entry(
+        open=open_parallel_text,
         tasks=("translate",),
         has="pairs of lines",
         paths=("SOURCE", "TARGET"),
@@ -173,24 +150,24 @@ def open_data(
     tokens: str = "bytes",
     seed: int = 0,
 ) -> Data:
-    """A data set by name.
+    """Open a data set by name.
 
     Args:
         name: One of `NAMES`.
-        paths: The folder or files that it takes.
-        task: Of the model; None if it has none, for the first that the data set is for.
-        draw: Of the model, which draws synthetic data.
+        paths: The folder or files of the data set.
+        task: Task of the model; None selects the first task of the data set.
+        draw: Draws synthetic data for the model.
         least_side: The smallest image side that the model takes; smaller images are enlarged.
-        side: Of the images of imagefolder in pixels, 224 if None; synthetic images have that of
-            the model and no other.
-        length: Tokens of an example of text, 128 if None; synthetic text has that of the model and
-            no other, and images do not mind it.
-        tokens: What a token of a text is, "bytes" or "words".
-        seed: Of synthetic data.
+        side: Side of the images of imagefolder in pixels, 224 if None; synthetic images always have
+            that of the model.
+        length: Tokens of an example of text, 128 if None; synthetic text always has that of the
+            model, and images ignore it.
+        tokens: Kind of tokens of a text, "bytes" or "words".
+        seed: Seed of synthetic data.
 
     Raises:
-        UsageError: There is no such data set, it is not for this task, it has no such option, or
-            its files are missing, damaged or of another kind.
+        UsageError: There is no such data set, it does not fit the task, an option does not apply to
+            it, or its files are missing, damaged or of another kind.
         MissingDependencyError: A package that is needed to read it is not installed.
 
     Example:
@@ -198,37 +175,37 @@ def open_data(
         >>> digits.num_train, digits.num_test, digits.sizes
         (1200, 597, {'num_classes': 10})
     """
-    line = _line(name)
-    if task is not None and task not in line.tasks:
-        choices = _listed(usage(other) for other, row in _TABLE.items() if task in row.tasks)
+    entry = _entry(name)
+    if task is not None and task not in entry.tasks:
+        choices = _choices(usage(other) for other, row in _TABLE.items() if task in row.tasks)
         raise UsageError(
-            f"the model trains on {_NEEDS[task]} and {name} has {line.has}; choose {choices}."
+            f"the model trains on {_NEEDS[task]} and {name} has {entry.has}; choose {choices}."
         )
-    if not len(line.paths) - line.num_optional <= len(paths) <= len(line.paths):
+    if not len(entry.paths) - entry.num_optional <= len(paths) <= len(entry.paths):
         given = ", ".join(repr(str(path)) for path in paths)
         found = f", not {given}" if given else " and none is given"
-        raise UsageError(f"{name} takes {line.takes}{found}; write {usage(name)}.")
+        raise UsageError(f"{name} takes {entry.takes}{found}; write {usage(name)}.")
     if tokens not in TOKENS:
         raise UsageError(f"--tokens {tokens!r} is none of {', '.join(TOKENS)}; choose one.")
     _check_options(name, side, tokens)
     for option, value, least in (("--side", side, 1), ("--length", length, 2)):
         if value is not None and value < least:
             raise UsageError(f"{option} is {value}; it must be {least} or more.")
-    request = _Request(
-        paths=tuple(map(Path, paths)),
-        task=task or line.tasks[0],
-        draw=draw,
-        least_side=least_side,
-        side=side,
-        length=length,
-        tokens=tokens,
-        seed=seed,
-    )
-    return line.open(request)
+    arguments = {
+        "task": task or entry.tasks[0],
+        "draw": draw,
+        "least_side": least_side,
+        "side": side,
+        "length": length,
+        "tokens": tokens,
+        "seed": seed,
+    }
+    taken = inspect.signature(entry.open).parameters
+    return entry.open(*map(Path, paths), **{k: v for k, v in arguments.items() if k in taken})
 
 
 def _check_options(name: str, side: int | None, tokens: str) -> None:
-    """Refuse what the data set would ignore."""
+    """Raise a UsageError for an option that the data set would ignore."""
     given = {"--side": side is not None and name != "synthetic", "--tokens": tokens != "bytes"}
     for option, is_given in given.items():
         if is_given and option not in _TABLE[name].options:
@@ -237,7 +214,7 @@ def _check_options(name: str, side: int | None, tokens: str) -> None:
 
 
 def usage(name: str) -> str:
-    """How a user writes a data set.
+    """Return the options that select a data set on the command line.
 
     Example:
         >>> usage("text")
@@ -246,7 +223,7 @@ def usage(name: str) -> str:
     return " ".join(["--data", name, *_TABLE[name].paths])
 
 
-def _line(name: str) -> _Line:
+def _entry(name: str) -> _Entry:
     if name in _TABLE:
         return _TABLE[name]
     near = difflib.get_close_matches(name.lower(), NAMES, n=1)
@@ -254,6 +231,6 @@ def _line(name: str) -> _Line:
     raise UsageError(f"no data set {name!r}{hint}; there are: {', '.join(NAMES)}; choose one.")
 
 
-def _listed(choices: Iterable[str]) -> str:
+def _choices(choices: Iterable[str]) -> str:
     *first, last = choices
     return f"{', '.join(first)} or {last}" if first else last

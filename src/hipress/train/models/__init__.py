@@ -1,25 +1,36 @@
-"""The models of the training jobs, by name: a table of builders, or a callable of the user's.
+"""The models of the training jobs, by name. To add one, write its module and add it to the table.
 
-Each belongs to a task (`hipress.train.tasks`), which says what it is trained with and how its loss
-is taken. Weights come from torch's random numbers only, so a seed decides them on every rank.
+Each model belongs to a task (`hipress.train.tasks`), which defines its batches and loss. Weights
+come from torch's global generator only, so a seed decides them on every rank.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
 
 from hipress.errors import UsageError
-from hipress.train.models.base import Model
-from hipress.train.models.custom import custom
+from hipress.train.data import synthetic
+from hipress.train.models.base import Model, custom
+from hipress.train.models.bert import Bert
+from hipress.train.models.cnn import cnn
 from hipress.train.models.gpt import Gpt
-from hipress.train.models.table import MODELS
-from hipress.train.tasks import Batch
+from hipress.train.models.inception import inception_v3
+from hipress.train.models.lstm import Lstm
+from hipress.train.models.resnet import DEPTHS, resnet
+from hipress.train.models.transformer import Transformer
+from hipress.train.models.ugatit import Ugatit
+from hipress.train.models.vgg import WIDTHS, small_vgg, vgg
 
-__all__ = ["MODELS", "Batch", "Gpt", "Model", "model", "names"]
+__all__ = ["MODELS", "Model", "model", "names"]
 
 
 def model(name: str) -> Model:
-    """The table's line of a name, or one made for a `package.module:callable`.
+    """Return the model of the table, or a user's own by `package.module:callable`.
 
     Raises:
         UsageError: There is no such model.
@@ -37,5 +48,212 @@ def model(name: str) -> Model:
 
 
 def names() -> list[str]:
-    """The models that a user is told of."""
+    """Return the names of the models that are listed for users."""
     return [name for name, line in MODELS.items() if not line.is_hidden]
+
+
+_TORCHVISION = "torchvision's table"
+_HIPRESS = "HiPress (SOSP 2021):"
+
+
+def _classifier(
+    about: str,
+    num_parameters: int,
+    build: Callable[..., nn.Module],
+    published: str,
+    *,
+    least_side: int = 32,
+    side: int = 224,
+) -> Model:
+    """Return a model for the 1,000 classes of ImageNet."""
+    return Model(
+        about=about,
+        num_parameters=num_parameters,
+        published=published,
+        batch=32,
+        task="classify",
+        build=build,
+        draw=partial(synthetic.images, (3, side, side), 1000),
+        least_side=least_side,
+        side=side,
+    )
+
+
+def _gpt2(num_parameters: int, *, width: int, num_layers: int, num_heads: int, batch: int) -> Model:
+    return Model(
+        about=f"GPT-2: {num_layers} layers, width {width}, sequences of 1,024; for a GPU",
+        num_parameters=num_parameters,
+        published="OpenAI's GPT-2 as released",
+        batch=batch,
+        task="language",
+        build=partial(Gpt, width=width, num_layers=num_layers, num_heads=num_heads),
+        draw=partial(synthetic.tokens, 50_257, 1024),
+        length=1024,
+    )
+
+
+def _bert(num_parameters: int, published_mib: str, *, batch: int, **sizes: int) -> Model:
+    layers, width = sizes["num_layers"], sizes["width"]
+    return Model(
+        about=f"BERT with both heads of its pre-training: {layers} layers, width {width}",
+        num_parameters=num_parameters,
+        published=f"BERT as released; {_HIPRESS} {published_mib} MiB",
+        batch=batch,
+        task="masked",
+        build=partial(Bert, **sizes),
+        draw=partial(synthetic.masked, 30_522, 128),
+        length=128,
+    )
+
+
+def _ugatit(
+    about: str, num_parameters: int, published_mib: str, *, is_light: bool, least_side: int
+) -> Model:
+    return Model(
+        about=about,
+        num_parameters=num_parameters,
+        published=f"{_HIPRESS} {published_mib} MiB",
+        batch=2,
+        task="style",
+        build=partial(Ugatit, is_light=is_light),
+        draw=partial(synthetic.pairs, 256),
+        least_side=least_side,
+        side=256,
+    )
+
+
+MODELS: dict[str, Model] = {
+    "vgg": Model(
+        about="VGG for 32x32 images, 6 convolutions; 72 % of it is one fully connected layer",
+        num_parameters=23_424_394,
+        batch=8,
+        task="classify",
+        build=partial(small_vgg, (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 0), 4096),
+        draw=partial(synthetic.images, (3, 32, 32), 10),
+        least_side=32,
+        side=32,
+    ),
+    "gpt": Model(
+        about="GPT of 6 layers, width 512, 12,000 tokens, sequences of 64",
+        num_parameters=25_092_096,
+        batch=1,
+        task="language",
+        build=lambda vocabulary=12_000: Gpt(
+            vocabulary=vocabulary, context=64, width=512, num_layers=6, num_heads=8
+        ),
+        draw=partial(synthetic.tokens, 12_000, 64),
+        length=64,
+    ),
+    "cnn": Model(
+        about="3 convolutions for images of side 8 to 64; 91 % is one fully connected layer",
+        num_parameters=1_147_466,
+        batch=32,
+        task="classify",
+        build=cnn,
+        draw=partial(synthetic.images, (3, 32, 32), 10),
+        least_side=8,
+        side=32,
+    ),
+    "vgg11": _classifier("VGG of 11 layers", 132_863_336, partial(vgg, WIDTHS[11]), _TORCHVISION),
+    "vgg16": _classifier("VGG of 16 layers", 138_357_544, partial(vgg, WIDTHS[16]), _TORCHVISION),
+    "vgg19": _classifier(
+        "VGG of 19 layers; 72 % of it is one fully connected layer",
+        143_667_240,
+        partial(vgg, WIDTHS[19]),
+        f"{_TORCHVISION}; {_HIPRESS} 548.05 MiB",
+    ),
+    "resnet18": _classifier(
+        "ResNet of 18 layers",
+        11_689_512,
+        partial(resnet, DEPTHS[18], is_bottleneck=False),
+        _TORCHVISION,
+    ),
+    "resnet50": _classifier(
+        "ResNet of 50 layers",
+        25_557_032,
+        partial(resnet, DEPTHS[50], is_bottleneck=True),
+        _TORCHVISION,
+    ),
+    "resnet18-v2": _classifier(
+        "ResNet v2 of 18 layers: pre-activation",
+        11_687_848,
+        partial(resnet, DEPTHS[18], is_bottleneck=False, is_v2=True),
+        "Gluon's model zoo: 11,695,796 with running statistics and 6 fixed numbers",
+    ),
+    "resnet50-v2": _classifier(
+        "ResNet v2 of 50 layers: pre-activation",
+        25_549_480,
+        partial(resnet, DEPTHS[50], is_bottleneck=True, is_v2=True),
+        "Gluon's model zoo: 25,595,060 with running statistics and 6 fixed numbers; "
+        f"{_HIPRESS} 97.46 MiB",
+    ),
+    "inception-v3": _classifier(
+        "Inception v3 without its auxiliary head",
+        23_834_568,
+        inception_v3,
+        f"{_TORCHVISION}, less the auxiliary head",
+        least_side=75,
+        side=299,
+    ),
+    "lstm": Model(
+        about="2 layers of LSTM, width 1,500, embedding tied to the output, sequences of 35",
+        num_parameters=85_974_278,
+        published=f"{_HIPRESS} 327.97 MiB",
+        batch=80,
+        task="language",
+        build=Lstm,
+        draw=partial(synthetic.tokens, 33_278, 35),
+        length=35,
+    ),
+    "transformer": Model(
+        about="Transformer base for translation: 6 + 6 layers, width 512, one vocabulary",
+        num_parameters=61_362_176,
+        published=f"{_HIPRESS} 234.08 MiB; laid out as in Tensor2Tensor",
+        batch=32,
+        task="translate",
+        build=Transformer,
+        draw=partial(synthetic.translations, 33_708, 64),
+        length=64,
+    ),
+    "bert-base": _bert(110_106_428, "420.02", width=768, num_layers=12, num_heads=12, batch=32),
+    "bert-large": _bert(336_226_108, "1282.60", width=1024, num_layers=24, num_heads=16, batch=8),
+    "gpt2": _gpt2(124_439_808, width=768, num_layers=12, num_heads=12, batch=4),
+    "gpt2-medium": _gpt2(354_823_168, width=1024, num_layers=24, num_heads=16, batch=4),
+    "gpt2-large": _gpt2(774_030_080, width=1280, num_layers=36, num_heads=20, batch=2),
+    "gpt2-xl": _gpt2(1_557_611_200, width=1600, num_layers=48, num_heads=25, batch=1),
+    "ugatit": _ugatit(
+        "U-GAT-IT for images of side 256; 80 % of it is two fully connected layers",
+        670_761_088,
+        "2558.75",
+        is_light=False,
+        least_side=256,
+    ),
+    "ugatit-light": _ugatit(
+        "U-GAT-IT without those two layers, for images of side 128 and more",
+        134_021_248,
+        "511.25",
+        is_light=True,
+        least_side=128,
+    ),
+    "mlp": Model(
+        about="a perceptron that a test can afford",
+        num_parameters=102_090,
+        batch=8,
+        task="classify",
+        build=lambda num_classes=10: nn.Sequential(
+            nn.Linear(64, 256),
+            nn.ReLU(),
+            nn.Linear(256, 320),
+            nn.ReLU(),
+            nn.Linear(320, num_classes),
+        ),
+        draw=partial(synthetic.images, (64,), 10),
+        is_hidden=True,
+    ),
+}
+"""Models by name.
+
+The batches of vgg and gpt were chosen so that a step without any exchange takes 0.2 to 0.6 s if
+four ranks, with a thread each, share two cores.
+"""
+MODELS["gpt-124m"] = replace(MODELS["gpt2"], is_hidden=True)  # the name of old benchmarks

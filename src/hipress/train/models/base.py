@@ -1,59 +1,65 @@
-"""What the table says of a model: how to build it, what it learns from, how large it is."""
+"""The description of a model: how to build it, which task it learns, how large it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
 from hipress.errors import UsageError
-from hipress.train.tasks import Batch
+from hipress.train.tasks import Batch, Draw
 
-Draw = Callable[[int, torch.Generator], Batch]
-"""So many examples of made-up data."""
+CUSTOM_BATCH = 32
+"""Examples per rank and step for a user's own model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One line of the table."""
+    """One model of the table, or one of the user's own."""
 
     about: str
     """One line for the manual."""
     num_parameters: int
-    """What `build()` makes, to know the memory beforehand; 0 where only building it tells."""
-    published: str = ""
-    """Where that number is from."""
+    """Number of parameters of `build()`; 0 if only building the model tells."""
+    published: str = "ours"
+    """Source of that number."""
     batch: int
-    """Examples per rank and step, unless the user says otherwise."""
+    """Examples per rank and step, unless the user gives another number."""
     task: str | None
-    """Its key in `hipress.train.tasks.TASKS`; None where the data decides."""
+    """Key in `hipress.train.tasks.TASKS`; None if the data decides."""
     build: Callable[..., nn.Module]
-    """The model, with first weights from torch's random numbers; takes the sizes of its task:
-    num_classes, or vocabulary."""
+    """Builds the model, with weights from torch's global generator, from the sizes of its task
+    (num_classes or vocabulary)."""
     draw: Draw | None
-    """Made-up data; None where there is none."""
+    """Draws synthetic data; None if the model has none."""
     least_side: int | None = None
-    """The smallest image side it takes."""
+    """Smallest image side that the model takes."""
     side: int | None = None
-    """Image side of the made-up data, and of folders of images."""
+    """Image side of the synthetic data, and of folders of images."""
     length: int | None = None
-    """Tokens in a sequence, unless the user says otherwise."""
+    """Tokens in a sequence, unless the user gives another number."""
     is_hidden: bool = False
-    """For tests, or another name: works, and is not listed."""
+    """Whether the model is left out of lists: a test model or an old name."""
 
     def make(self, seed: int = 0, **sizes: int) -> nn.Module:
-        """The model, its first weights decided by the seed."""
-        with _seeded(seed):
+        """Return the model with weights that depend on the seed only."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
             return self.build(**sizes)
 
     def data(self, rank: int, batch: int | None = None) -> Batch:
-        """One batch of made-up data, the rank's own.
+        """Return one batch of synthetic data, different on every rank.
 
         Raises:
-            UsageError: There is none for this model.
+            UsageError: The model has no synthetic data.
         """
         if self.draw is None:
             raise UsageError(
@@ -63,8 +69,85 @@ class Model:
         return self.draw(batch or self.batch, torch.Generator().manual_seed(rank))
 
 
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
+def custom(name: str) -> Model:
+    """Return the description of a user's own model.
+
+    Args:
+        name: `package.module:callable`. The module may also be in the working folder. The callable
+            gets those sizes of the data (num_classes, vocabulary) that its signature takes, and
+            returns a torch.nn.Module.
+
+    Raises:
+        UsageError: There is no such callable.
+    """
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in f"{module}.{attribute}".split(".")):
+        raise UsageError(
+            f"model {name!r} is not of the form package.module:callable; name a callable that "
+            "returns a torch.nn.Module, or a model of the table."
+        )
+    maker: Any = _import(name, module)
+    for part in attribute.split("."):
+        if not hasattr(maker, part):
+            raise UsageError(
+                f"model {name!r}: module {module!r} has no {attribute!r}; name a callable that it "
+                "has."
+            )
+        maker = getattr(maker, part)
+    if not callable(maker):
+        raise UsageError(
+            f"model {name!r} is of type {type(maker).__name__} and cannot be called; name a "
+            "function or class that returns a torch.nn.Module."
+        )
+    return Model(
+        about=f"the model {name!r}",
+        num_parameters=0,
+        published="yours",
+        batch=CUSTOM_BATCH,
+        task=None,
+        build=lambda **sizes: _build_custom(name, maker, sizes),
+        draw=None,
+    )
+
+
+def _import(name: str, module: str) -> ModuleType:
+    # A console script does not search the working folder; at the end of the path it hides nothing.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        if f"{module}.".startswith(f"{missing}."):
+            raise UsageError(
+                f"model {name!r}: module {missing!r} is neither installed nor in this folder; "
+                "correct the name, or run from the folder that holds it."
+            ) from error
+        raise UsageError(
+            f"model {name!r}: module {module!r} imports {missing!r}, which is not installed; "
+            "install it first."
+        ) from error
+
+
+def _build_custom(name: str, maker: Callable[..., Any], sizes: dict[str, int]) -> nn.Module:
+    try:
+        signature = inspect.signature(maker)
+    except ValueError:  # not every builtin has one
+        signature = inspect.Signature()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    given = {key: size for key, size in sizes.items() if takes_all or key in signature.parameters}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        offered = ", ".join(sizes) or "nothing"
+        raise UsageError(
+            f"model {name!r} cannot be called with what this data gives ({offered}): {error}; "
+            "give its other arguments defaults."
+        ) from error
+    built = maker(**given)
+    if not isinstance(built, nn.Module):
+        raise UsageError(
+            f"model {name!r} returned {type(built).__name__} and not a torch.nn.Module; name a "
+            "callable that does."
+        )
+    return built

@@ -1,6 +1,6 @@
 """BERT with both heads of its pre-training (Devlin et al., 2019).
 
-Every token is attended to: sequences are full, so there is no mask for padding.
+Sequences are always full, so there is no mask for padding.
 """
 
 from __future__ import annotations
@@ -9,20 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hipress.train.models.attention import Attention
-from hipress.train.models.gpt import check_length
+from hipress.train.models.gpt import check_length, init_normal
+from hipress.train.models.transformer import Attention
 
 
 class Bert(nn.Module):
-    """An encoder that guesses hidden tokens, and whether two segments follow each other.
+    """An encoder that predicts masked tokens, and whether one segment follows the other.
 
-    Args:
-        vocabulary: Number of tokens.
-        context: The longest sequence.
-        width: Of an embedding.
-        num_layers: Layers.
-        num_heads: Of the attention in each layer.
-        dropout: Of embeddings, of attention and of what a layer adds.
+    The dropout acts on embeddings, on attention and on each layer's output.
     """
 
     def __init__(
@@ -45,10 +39,10 @@ class Bert(nn.Module):
         self.first = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
         self.guess = nn.Sequential(nn.Linear(width, width), nn.GELU(), _norm(width))
         self.bias = nn.Parameter(torch.zeros(vocabulary))
-        self.apply(_init)
+        self.apply(init_normal)
 
     def forward(self, tokens: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the token at each place, and of whether the segments follow each other."""
+        """Return the logits of each token, and of whether the second segment is the next one."""
         check_length(tokens, self.positions)
         places = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         embedded = self.tokens(tokens) + places + self.segments(segments)
@@ -75,10 +69,3 @@ class _Layer(nn.Module):
 
 def _norm(width: int) -> nn.LayerNorm:
     return nn.LayerNorm(width, eps=1e-12)
-
-
-def _init(layer: nn.Module) -> None:
-    if isinstance(layer, nn.Linear | nn.Embedding):
-        nn.init.normal_(layer.weight, std=0.02)
-    if isinstance(layer, nn.Linear):
-        nn.init.zeros_(layer.bias)

@@ -1,19 +1,14 @@
-"""A small network for small images: the demo's model, most bytes in one fully connected layer."""
+"""A small network for small images, used by the demo; most bytes are in one Linear layer."""
 
 from __future__ import annotations
 
 from torch import nn
 
-LEAST_SIDE = 8
-
 
 def cnn(num_classes: int = 10, width: int = 32, hidden: int = 512) -> nn.Module:
-    """Three convolutions and a fully connected layer, for images of side 8 to 64.
+    """Return three convolutions and a fully connected layer, for images of side 8 to 64.
 
-    Args:
-        num_classes: Width of the last layer.
-        width: Channels of the first convolution; the next have 2 and 4 times as many.
-        hidden: Width of the fully connected layer.
+    The convolutions have `width`, 2 * `width` and 4 * `width` channels.
     """
     layers = [
         nn.Conv2d(3, width, 3, padding=1),
@@ -30,7 +25,7 @@ def cnn(num_classes: int = 10, width: int = 32, hidden: int = 512) -> nn.Module:
         nn.Linear(hidden, num_classes),
     ]
     for layer in layers:
-        # torch's default shrinks the signal in every convolution; nothing mends that here.
+        # torch's default shrinks the signal in every convolution, and there is no BatchNorm.
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return nn.Sequential(*layers)

@@ -1,6 +1,6 @@
-"""Decoders of GPT-2's shape (Radford et al., 2019), token embeddings tied to the output.
+"""Decoders of GPT-2's shape (Radford et al., 2019), with token embeddings tied to the output.
 
-Not as published: no dropout, and the exact GELU. Sizes do not depend on either.
+Unlike the published model they have no dropout and use the exact GELU; sizes are the same.
 """
 
 from __future__ import annotations
@@ -13,15 +13,7 @@ from hipress.errors import UsageError
 
 
 class Gpt(nn.Module):
-    """A stack of blocks in which a token sees those before it.
-
-    Args:
-        vocabulary: Number of tokens.
-        context: The longest sequence.
-        width: Of an embedding.
-        num_layers: Blocks.
-        num_heads: Of the attention in each block.
-    """
+    """A stack of blocks in which a token sees only earlier ones."""
 
     def __init__(
         self,
@@ -37,15 +29,15 @@ class Gpt(nn.Module):
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(_Block(width, num_heads) for _ in range(num_layers)))
         self.norm = nn.LayerNorm(width)
-        self.apply(_init)
+        self.apply(init_normal)
         with torch.no_grad():
             for name, weight in self.named_parameters():
-                # Every block adds twice to the same sum: 96 times in the largest.
+                # Every block adds to the same sum twice: 96 times in the largest model.
                 if name.endswith(("out.weight", "mlp.3.weight")):
                     weight.mul_((2 * num_layers) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token, for each token."""
+        """Return the logits of the next token, for each token."""
         check_length(tokens, self.positions)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self.norm(self.blocks(self.tokens(tokens) + self.positions(places)))
@@ -53,11 +45,7 @@ class Gpt(nn.Module):
 
 
 def check_length(tokens: Tensor, positions: nn.Embedding) -> None:
-    """Refuse sequences that are longer than the table of positions.
-
-    Raises:
-        UsageError: They are.
-    """
+    """Raise a UsageError for sequences that are longer than the table of positions."""
     length, context = tokens.shape[1], positions.num_embeddings
     if length > context:
         raise UsageError(
@@ -89,7 +77,8 @@ class _Block(nn.Module):
         return torch.add(x, self.mlp(x))
 
 
-def _init(layer: nn.Module) -> None:
+def init_normal(layer: nn.Module) -> None:
+    """Initialise weights as GPT-2 and BERT do."""
     if isinstance(layer, nn.Linear | nn.Embedding):
         nn.init.normal_(layer.weight, std=0.02)
     if isinstance(layer, nn.Linear):

@@ -7,18 +7,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-LEAST_SIDE = 75
 _Shape = int | tuple[int, int]
 _Width = Callable[[int], int]
 
 
 def inception_v3(num_classes: int = 1000, divide: int = 1, dropout: float = 0.5) -> nn.Module:
-    """Inception v3 for images of side 75 and more; published with 299.
+    """Return an Inception v3 for images of side 75 and more; published with 299.
 
-    Args:
-        num_classes: Width of the last layer.
-        divide: All widths are divided by this (at most 16): a small one for tests.
-        dropout: Before the last layer.
+    `divide` divides all widths (by at most 16), to make a small model for tests.
     """
 
     def c(width: int) -> int:
@@ -68,7 +64,7 @@ def inception_v3(num_classes: int = 1000, divide: int = 1, dropout: float = 0.5)
 
 
 class _Join(nn.Module):
-    """Branches over the same input, their channels side by side."""
+    """Branches over the same input, whose channels are concatenated."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
@@ -81,7 +77,7 @@ class _Join(nn.Module):
 def _conv(
     before: int, after: int, side: _Shape, stride: int = 1, padding: int | None = None
 ) -> nn.Module:
-    """Convolution, BatchNorm and ReLU; keeps the image's side unless told otherwise."""
+    """Return convolution, BatchNorm and ReLU; by default they keep the image's side."""
     height, width = (side, side) if isinstance(side, int) else side
     room = (height // 2, width // 2) if padding is None else padding
     return nn.Sequential(
@@ -92,7 +88,7 @@ def _conv(
 
 
 def _chain(widths: Iterable[int], sides: Iterable[_Shape]) -> nn.Module:
-    """Convolutions one after the other; `widths` begins with that of the input."""
+    """Return a sequence of convolutions; `widths` begins with that of the input."""
     before, *after = widths
     layers = []
     for width, side in zip(after, sides, strict=True):
@@ -115,7 +111,7 @@ def _wide(c: _Width, before: int, pooled: int) -> nn.Module:
 
 
 def _factored(c: _Width, width: int) -> nn.Module:
-    """7x7 as 1x7 and 7x1."""
+    """Return a block with 7x7 convolutions factored into 1x7 and 7x1."""
     before, inner, after = c(768), c(width), c(192)
     return _Join(
         _conv(before, after, 1),

@@ -1,4 +1,4 @@
-"""A language model of LSTM layers whose output shares the embedding's matrix.
+"""A language model of LSTM layers whose output uses the embedding's matrix.
 
 The sizes are those of PyTorch's word-level example at its largest (`--emsize 1500 --nhid 1500
 --dropout 0.65 --tied`) on WikiText-2.
@@ -12,14 +12,7 @@ from torch.nn import functional
 
 
 class Lstm(nn.Module):
-    """Layers of LSTM; each sequence begins with an empty memory.
-
-    Args:
-        vocabulary: Number of tokens.
-        width: Of an embedding, and of the memory.
-        num_layers: How many.
-        dropout: Around and between the layers.
-    """
+    """LSTM layers with dropout around and between them; each sequence starts with a zero state."""
 
     def __init__(
         self,
@@ -31,8 +24,8 @@ class Lstm(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        # One by one: for dropout inside of nn.LSTM cuDNN keeps random numbers of its own, which
-        # torch.manual_seed does not set, and a run that is resumed would have others.
+        # Separate layers: cuDNN's dropout inside nn.LSTM has its own random state, which
+        # torch.manual_seed does not set, so that a resumed run would differ.
         self.layers = nn.ModuleList(
             nn.LSTM(width, width, batch_first=True) for _ in range(num_layers)
         )
@@ -41,7 +34,7 @@ class Lstm(nn.Module):
         nn.init.uniform_(self.tokens.weight, -0.1, 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token, for each token."""
+        """Return the logits of the next token, for each token."""
         hidden = self.tokens(tokens)
         for layer in self.layers:
             hidden, _ = layer(self.dropout(hidden))

@@ -1,7 +1,7 @@
 """ResNet (He et al., 2015) and its pre-activation form v2 (He et al., 2016), 18 and 50 layers.
 
-v1 halves the image in the 3x3 convolution of a bottleneck, as torchvision does; v2 is laid out as
-in Gluon's model zoo: BatchNorm without scale and shift on the data, none on the way around a block.
+v1 halves the image in the 3x3 convolution of a bottleneck, as torchvision does. v2 is that of
+Gluon's model zoo: BatchNorm without scale and shift on the data, none in a block's shortcut.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 DEPTHS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
-"""By the number of layers with weights: blocks of each stage."""
+"""Blocks of each stage, by the number of layers with weights."""
 
 
 def resnet(
@@ -23,14 +23,12 @@ def resnet(
     num_classes: int = 1000,
     width: int = 64,
 ) -> nn.Module:
-    """A ResNet for images of side 32 and more; published with 224.
+    """Return a ResNet for images of side 32 and more; published with 224.
 
     Args:
-        depths: One of `DEPTHS`, or of that form.
-        is_bottleneck: Three convolutions in a block (50 layers) instead of two (18 layers).
-        is_v2: BatchNorm and ReLU before each convolution instead of after it.
-        num_classes: Width of the last layer.
-        width: Channels of the first convolution.
+        depths: One of `DEPTHS`, or another of the same form.
+        is_bottleneck: Whether a block has three convolutions (50 layers) and not two (18 layers).
+        is_v2: Whether BatchNorm and ReLU come before each convolution and not after it.
     """
     layers: list[nn.Module] = [nn.BatchNorm2d(3, affine=False)] if is_v2 else []
     layers += [
@@ -61,7 +59,7 @@ def resnet(
 def _convolutions(
     channels: int, inner: int, outer: int, stride: int, is_bottleneck: bool
 ) -> list[nn.Conv2d]:
-    """Those of a block; the 3x3 one that comes first halves the image."""
+    """Return the convolutions of a block; the first 3x3 one has the stride."""
 
     def conv(before: int, after: int, side: int, stride: int = 1) -> nn.Conv2d:
         return nn.Conv2d(before, after, side, stride=stride, padding=side // 2, bias=False)
@@ -71,8 +69,8 @@ def _convolutions(
     return [conv(channels, inner, 3, stride), conv(inner, outer, 3)]
 
 
-def _way_around(channels: int, outer: int, stride: int) -> nn.Conv2d | None:
-    """What makes a block's input fit its output; None where it does already."""
+def _shortcut(channels: int, outer: int, stride: int) -> nn.Conv2d | None:
+    """Return the convolution that fits a block's input to its output; None if it fits already."""
     if stride == 1 and channels == outer:
         return None
     return nn.Conv2d(channels, outer, 1, stride=stride, bias=False)
@@ -87,9 +85,9 @@ class _Block(nn.Module):
         for conv in _convolutions(channels, inner, outer, stride, is_bottleneck):
             layers += [conv, nn.BatchNorm2d(conv.out_channels), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1])  # the last ReLU comes after the sum
-        around = _way_around(channels, outer, stride)
+        shortcut = _shortcut(channels, outer, stride)
         self.around = (
-            nn.Identity() if around is None else nn.Sequential(around, nn.BatchNorm2d(outer))
+            nn.Identity() if shortcut is None else nn.Sequential(shortcut, nn.BatchNorm2d(outer))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +104,7 @@ class _BlockV2(nn.Module):
         for conv in _convolutions(channels, inner, outer, stride, is_bottleneck):
             layers += [nn.BatchNorm2d(conv.in_channels), nn.ReLU(), conv]
         self.layers = nn.Sequential(*layers[2:])
-        self.around = _way_around(channels, outer, stride)
+        self.around = _shortcut(channels, outer, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.first(x)

@@ -1,6 +1,6 @@
-"""The Transformer for translation (Vaswani et al., 2017), as Tensor2Tensor lays its base form out.
+"""The Transformer for translation (Vaswani et al., 2017), in the base form of Tensor2Tensor.
 
-One matrix serves source, target and output; norms come before a layer and once at the end;
+Source, target and output share one matrix; norms come before a layer and once at the end;
 attention has no biases; positions are sines and cosines.
 """
 
@@ -12,20 +12,51 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hipress.train.models.attention import Attention
 from hipress.train.tasks import PADDING
 
 
-class Transformer(nn.Module):
-    """Encoder and decoder.
+class Attention(nn.Module):
+    """Multi-head attention with separate matrices for query, key, value and output."""
 
-    Args:
-        vocabulary: Number of tokens, of both languages together.
-        width: Of an embedding.
-        inner: Width within a feed-forward layer.
-        num_layers: Of the encoder, and of the decoder.
-        num_heads: Of the attention in each layer.
-        dropout: Of embeddings, of attention and of what a layer adds.
+    def __init__(self, width: int, num_heads: int, *, bias: bool, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.query = nn.Linear(width, width, bias=bias)
+        self.key = nn.Linear(width, width, bias=bias)
+        self.value = nn.Linear(width, width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+
+    def forward(
+        self, x: Tensor, memory: Tensor, *, mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Attend from the tokens of `x` to those of `memory`.
+
+        Args:
+            x: The sequence that queries come from.
+            memory: The sequence that keys and values come from; it may be `x`.
+            mask: False for tokens of `memory` that are hidden.
+            is_causal: Whether a token sees only itself and the tokens before it.
+        """
+        mixed = functional.scaled_dot_product_attention(
+            self._heads(self.query(x)),
+            self._heads(self.key(memory)),
+            self._heads(self.value(memory)),
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=is_causal,
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        return x.view(batch, length, self.num_heads, -1).transpose(1, 2)
+
+
+class Transformer(nn.Module):
+    """An encoder and a decoder of `num_layers` each; one vocabulary serves both languages.
+
+    The dropout acts on embeddings, on attention and on each layer's output.
     """
 
     def __init__(
@@ -51,14 +82,14 @@ class Transformer(nn.Module):
         self.encoder_norm = nn.LayerNorm(width)
         self.decoder = layers(has_memory=True)
         self.decoder_norm = nn.LayerNorm(width)
-        # Times sqrt(width) on the way in, so that embeddings are as large as positions.
+        # Inputs are multiplied by sqrt(width), so that embeddings are as large as positions.
         nn.init.normal_(self.tokens.weight, std=width**-0.5)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
 
     def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
-        """Logits of the next target token, for each target token."""
+        """Return the logits of the next target token, for each target token."""
         is_word = (source != PADDING)[:, None, None, :]
         x = self._embedded(source)
         for layer in self.encoder:
@@ -78,7 +109,7 @@ class Transformer(nn.Module):
 
 
 def positions(length: int, width: int, device: torch.device) -> Tensor:
-    """Sines, then cosines, of wavelengths from 2 pi to 10,000 times that."""
+    """Return sines, then cosines, of wavelengths from 2 pi to 10,000 times that."""
     num_waves = width // 2
     steps = torch.arange(num_waves, device=device) / max(num_waves - 1, 1)
     angles = torch.arange(length, device=device)[:, None] * 10_000.0**-steps
@@ -108,7 +139,7 @@ class _Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, is_word: Tensor, memory: Tensor | None = None) -> Tensor:
-        """With a memory x is the target, whose tokens see those before them."""
+        """Run the layer; with a memory, x is the target, whose tokens see only earlier ones."""
         normed = self.self_norm(x)
         if self.memory_norm is None or self.memory_attention is None:
             x = x + self.dropout(self.self_attention(normed, normed, mask=is_word))

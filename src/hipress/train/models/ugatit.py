@@ -18,17 +18,17 @@ from torch.nn.utils.parametrizations import spectral_norm
 from hipress.errors import UsageError
 
 CYCLE, IDENTITY, CAM = 10, 10, 1000
-"""Weights in the generators' loss, as published; the adversarial part has 1."""
+"""Weights in the generators' loss, as published; the adversarial part has weight 1."""
 
 
 class Ugatit(nn.Module):
-    """All six networks; its output is the loss.
+    """All six networks; the output is the loss.
 
     Args:
-        side: Of an image; a generator that is not light takes no other.
-        channels: Of the first convolutions.
+        side: Side of an image; a generator that is not light takes no other.
+        channels: Channels of the first convolutions.
         num_blocks: Residual blocks before the attention, and after it.
-        is_light: Whether the style is taken from the mean of a feature map, not from all of it.
+        is_light: Whether the style comes from the mean of a feature map, not from all of it.
         depths: Layers of the global and of the local discriminators.
     """
 
@@ -48,7 +48,7 @@ class Ugatit(nn.Module):
         self.judges_b = nn.ModuleList(_Discriminator(channels, depth) for depth in depths)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """The discriminators' loss plus the generators', whose gradients do not mix."""
+        """Return the discriminators' loss plus the generators', whose gradients do not mix."""
         self._clip()
         fakes = self.to_b(a), self.to_a(b)
         (fake_b, _), (fake_a, _) = fakes
@@ -56,7 +56,7 @@ class Ugatit(nn.Module):
         return judged + self.generators_loss(a, b, fakes)
 
     def discriminators_loss(self, a: Tensor, b: Tensor, fake_a: Tensor, fake_b: Tensor) -> Tensor:
-        """How far they are from calling images of the domain 1 and generated ones 0."""
+        """Return how far their outputs are from 1 for real images and 0 for generated ones."""
         loss = a.new_zeros(())
         for judges, real, fake in ((self.judges_a, a, fake_a), (self.judges_b, b, fake_b)):
             for judge in judges:
@@ -69,12 +69,12 @@ class Ugatit(nn.Module):
     def generators_loss(
         self, a: Tensor, b: Tensor, fakes: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Fooling the discriminators, there and back, leaving the own domain alone, attention.
+        """Return the sum of the adversarial, cycle, identity and attention losses.
 
         Args:
             a: Images of one domain.
-            b: Of the other.
-            fakes: What `to_b` makes of a, and `to_a` of b.
+            b: Images of the other domain.
+            fakes: The outputs of `to_b` for a, and of `to_a` for b.
         """
         (fake_b, cam_b), (fake_a, cam_a) = fakes
         same_b, cam_same_b = self.to_b(b)
@@ -82,7 +82,7 @@ class Ugatit(nn.Module):
         fooled = _fooled(self.judges_a, fake_a) + _fooled(self.judges_b, fake_b)
         cycle = _distance(self.to_a(fake_b)[0], a) + _distance(self.to_b(fake_a)[0], b)
         identity = _distance(same_a, a) + _distance(same_b, b)
-        # A generator's attention tells the domain it translates from the one it leaves alone.
+        # The attention must tell images to be translated from those of the target domain.
         cam = a.new_zeros(())
         for found, is_foreign in ((cam_b, 1), (cam_a, 1), (cam_same_b, 0), (cam_same_a, 0)):
             wanted = torch.full_like(found, is_foreign)
@@ -90,7 +90,7 @@ class Ugatit(nn.Module):
         return fooled + CYCLE * cycle + IDENTITY * identity + CAM * cam
 
     def _clip(self) -> None:
-        """Keep each rho between 0 and 1: the last step may have led it out."""
+        """Clamp each rho to 0 to 1, which the last step may have left."""
         if not self.training:
             return
         with torch.no_grad():
@@ -104,7 +104,7 @@ def _distance(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _fooled(judges: nn.ModuleList, fake: Tensor) -> Tensor:
-    """How far the discriminators are from calling it 1; they get no gradient from this."""
+    """Return how far the discriminators' outputs are from 1, without gradients for them."""
     loss = fake.new_zeros(())
     for judge in judges:
         fixed = {name: parameter.detach() for name, parameter in judge.named_parameters()}
@@ -127,21 +127,16 @@ class _Attention(nn.Module):
         self.mix = nn.Conv2d(2 * channels, channels, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The features, weighed, and two logits."""
+        """Return the weighted features and two logits."""
         mean, most = self.mean.weight, self.most.weight
-        logits = torch.cat(
-            [
-                functional.linear(x.mean((2, 3)), mean),
-                functional.linear(x.amax((2, 3)), most),
-            ],
-            dim=1,
-        )
+        pooled = functional.linear(x.mean((2, 3)), mean), functional.linear(x.amax((2, 3)), most)
+        logits = torch.cat(pooled, dim=1)
         weighed = torch.cat([x * mean[:, :, None, None], x * most[:, :, None, None]], dim=1)
         return functional.leaky_relu(self.mix(weighed), self.slope), logits
 
 
 class _MixedNorm(nn.Module):
-    """rho times instance norm, plus the rest of layer norm."""
+    """rho times instance norm plus (1 - rho) times layer norm."""
 
     def __init__(self, channels: int, rho: float) -> None:
         super().__init__()
@@ -150,12 +145,12 @@ class _MixedNorm(nn.Module):
     def forward(self, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         by_channel = functional.instance_norm(x)
         by_image = functional.group_norm(x, 1)
-        # Not lerp: autocast gives the two norms different types.
+        # lerp would fail under autocast, which gives the two norms different types.
         return (by_image + self.rho * (by_channel - by_image)) * gamma + beta
 
 
 class _Rescaled(nn.Module):
-    """A mixed norm with scale and shift of its own."""
+    """A mixed norm with its own scale and shift."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -237,7 +232,7 @@ class _Generator(nn.Module):
         self.up = nn.Sequential(*layers, _conv(channels, 3, 7), nn.Tanh())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The image in the other style, and the attention's logits."""
+        """Return the image in the other style, and the attention's logits."""
         self._check(x)
         x, logits = self.attention(self.down(x))
         style = self.style(x.mean((2, 3)) if self.is_light else x.flatten(1))
@@ -261,7 +256,7 @@ class _Generator(nn.Module):
 class _Discriminator(nn.Module):
     def __init__(self, channels: int, depth: int) -> None:
         super().__init__()
-        # Four convolutions see an image 8 times smaller, six one 32 times smaller.
+        # Four convolutions reduce the image 8 times, six reduce it 32 times.
         widths = [3, *(channels << index for index in range(depth - 1))]
         layers: list[nn.Module] = []
         for index, (before, after) in enumerate(itertools.pairwise(widths)):
@@ -275,6 +270,6 @@ class _Discriminator(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """How real each patch is, and the attention's logits."""
+        """Return how real each patch is, and the attention's logits."""
         x, logits = self.attention(self.layers(x))
         return self.last(x), logits

@@ -11,19 +11,16 @@ WIDTHS = {
     16: (64, 64, 0, 128, 128, 0, *(256,) * 3, 0, *(512,) * 3, 0, *(512,) * 3, 0),
     19: (64, 64, 0, 128, 128, 0, *(256,) * 4, 0, *(512,) * 4, 0, *(512,) * 4, 0),
 }
-"""By the number of layers with weights: channels of each 3x3 convolution; 0 halves the image."""
+"""Channels of each 3x3 convolution, by the number of layers with weights; 0 halves the image."""
 
 
 def vgg(
     widths: Sequence[int], hidden: int = 4096, num_classes: int = 1000, dropout: float = 0.5
 ) -> nn.Module:
-    """VGG for images of side 32 and more; published with 224.
+    """Return a VGG for images of side 32 and more; published with 224.
 
-    Args:
-        widths: One of `WIDTHS`, or of that form.
-        hidden: Width of the two fully connected layers.
-        num_classes: Width of the last layer.
-        dropout: After each of the two fully connected layers.
+    `widths` is one of `WIDTHS`, or another of the same form; `hidden` is the width of the two fully
+    connected layers, each of which is followed by a dropout.
     """
     layers, channels = _convolutions(widths)
     layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
@@ -41,17 +38,15 @@ def vgg(
 
 
 def small_vgg(widths: Sequence[int], hidden: int, num_classes: int = 10) -> nn.Module:
-    """VGG for images of side 32 and more, without dropout; made for 32.
+    """Return a VGG without dropout for images of side 32 and more; made for 32.
 
-    Args:
-        widths: Channels of each 3x3 convolution; 0 halves the image.
-        hidden: Width of the two fully connected layers, which hold most of the bytes.
-        num_classes: Width of the last layer.
+    `widths` has the form of `WIDTHS`; `hidden` is the width of the two linear layers, which
+    hold most of the bytes.
     """
     layers, channels = _convolutions(widths)
     side = 32 >> widths.count(0)
-    # Nothing happens to images of side 32. One layer, so that the numbers of the next ones, and
-    # with them the names of their weights, are those of older checkpoints.
+    # The pooling does not change images of side 32. It is one layer with the Flatten, so that later
+    # layers keep their numbers, and their weights the names that older checkpoints use.
     layers.append(nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten()))
     size = channels * side**2
     for width in (hidden, hidden):
@@ -63,7 +58,7 @@ def small_vgg(widths: Sequence[int], hidden: int, num_classes: int = 10) -> nn.M
 
 
 def _convolutions(widths: Sequence[int]) -> tuple[list[nn.Module], int]:
-    """The layers, and the channels of the last."""
+    """Return the layers, and the channels of the last one."""
     layers: list[nn.Module] = []
     channels = 3
     for width in widths:
@@ -77,8 +72,8 @@ def _convolutions(widths: Sequence[int]) -> tuple[list[nn.Module], int]:
 
 def _init(layers: list[nn.Module]) -> None:
     for layer in layers:
-        # torch's default would let the signal fade in a deep stack without BatchNorm.
+        # With torch's default the signal fades in a deep stack without BatchNorm.
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         elif isinstance(layer, nn.Linear):
-            nn.init.normal_(layer.weight, std=0.01)  # as the paper; with more, steps diverge
+            nn.init.normal_(layer.weight, std=0.01)  # as in the paper; larger values diverge

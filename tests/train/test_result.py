@@ -2,14 +2,14 @@
 
 import pytest
 
-from hipress.train import throughput
-from hipress.train.throughput import Throughput
+from hipress.train import result
+from hipress.train.result import Throughput
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(result.time, "perf_counter", lambda: now[0])
 
     def wait(seconds):
         now[0] += seconds

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from hipress.errors import UsageError
-from hipress.train.config import Config
-from hipress.train.rates import Schedule
+from hipress.train.config import Schedule, TrainConfig
 
 
 def rates(schedule, *epochs):
@@ -65,10 +64,10 @@ def test_refusals(options, sentence):
 
 
 def test_length_of_a_run():
-    assert Config().num_steps(7) == 7
-    assert Config(epochs=2.5).num_steps(10) == 25
-    assert Config(epochs=0.01).num_steps(10) == 1
-    assert Config(steps=3).num_steps(10) == 3
+    assert TrainConfig().num_steps(7) == 7
+    assert TrainConfig(epochs=2.5).num_steps(10) == 25
+    assert TrainConfig(epochs=0.01).num_steps(10) == 1
+    assert TrainConfig(steps=3).num_steps(10) == 3
 
 
 @pytest.mark.parametrize(
@@ -104,6 +103,6 @@ def test_length_of_a_run():
 )
 def test_options_that_cannot_be(options, sentence):
     with pytest.raises(UsageError) as refused:
-        Config(**options).check()
+        TrainConfig(**options).check()
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)

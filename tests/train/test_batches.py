@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -16,8 +17,8 @@ import torch
 from PIL import Image
 
 from hipress.errors import UsageError
-from hipress.train import data, loading  # not the name test_batches, which pytest would run
-from hipress.train.sampling import Sampler
+from hipress.train import batches, data  # not the name test_batches, which pytest would run
+from hipress.train.batches import Sampler
 from hipress.train.tasks import Batch
 
 FILE_BYTES = 4 * 2**20
@@ -59,9 +60,9 @@ def test_loaders_prepare_the_batches_of_the_steps(images: data.Data) -> None:
     sampler = sampler_of(images)
     steps = range(1, 6)  # of 2 in an epoch
     expected = [images.train(sampler.indices(k), sampler.seed_of(k)) for k in steps]
-    assert_same(loading.batches(images, sampler, 1, 6, num_loaders=0), expected)
+    assert_same(batches.train_batches(images, sampler, 1, 6, num_loaders=0), expected)
     torch.manual_seed(7)
-    loaded = list(loading.batches(images, sampler, 1, 6, num_loaders=2))
+    loaded = list(batches.train_batches(images, sampler, 1, 6, num_loaders=2))
     assert_same(loaded, expected)
     assert multiprocessing.active_children() == []
     # What comes after, dropout and all, is not changed by it.
@@ -74,7 +75,7 @@ def test_loaders_prepare_the_batches_of_the_steps(images: data.Data) -> None:
 def test_a_damaged_image_is_one_sentence(
     images: data.Data, capfd: pytest.CaptureFixture[str], num_loaders: int
 ) -> None:
-    found = loading.test_batches(images, torch.tensor([5, 0, 3, 4]), 2, num_loaders)
+    found = batches.test_batches(images, torch.tensor([5, 0, 3, 4]), 2, num_loaders)
     assert_same([next(found)], [images.test(torch.tensor([5, 0]))])
     sentence = r"cannot read the image .*1\.png' \(cannot identify .*\); replace or remove it\."
     with pytest.raises(UsageError) as caught:
@@ -91,10 +92,10 @@ def test_all_test_examples_are_there_in_their_order(text_file: Path, num_loaders
     indices = torch.arange(1, 30, 3)
     expected = [found.test(torch.tensor(part)) for part in ([1, 4, 7, 10], [13, 16, 19, 22])]
     expected.append(found.test(torch.tensor([25, 28])))
-    assert_same(loading.test_batches(found, indices, 4, num_loaders), expected)
+    assert_same(batches.test_batches(found, indices, 4, num_loaders), expected)
     nothing = torch.arange(0)
-    assert list(loading.test_batches(found, nothing, 4, num_loaders)) == []
-    assert list(loading.batches(found, sampler_of(found), 4, 4, num_loaders)) == []
+    assert list(batches.test_batches(found, nothing, 4, num_loaders)) == []
+    assert list(batches.train_batches(found, sampler_of(found), 4, 4, num_loaders)) == []
 
 
 def shared_bytes() -> int:
@@ -132,7 +133,7 @@ def test_a_file_is_not_copied_for_the_loaders(
 ) -> None:
     monkeypatch.chdir(text_file.parent)
     found = FROM_FILES[name](Path(text_file.name))
-    steps = loading._Steps(found, sampler_of(found), 0, 4)
+    steps = batches._Batches(partial(batches._train_batch, found, sampler_of(found)), range(4))
     expected = [*(steps[k] for k in range(4)), found.test(torch.arange(3))]
     before = shared_bytes()
     content = sent(steps)
@@ -140,7 +141,7 @@ def test_a_file_is_not_copied_for_the_loaders(
     assert shared_bytes() - before < FILE_BYTES / 8
     monkeypatch.chdir("/")  # a process of a loader may be elsewhere
     copy = pickle.loads(content)
-    assert_same([*(copy[k] for k in range(4)), copy.data.test(torch.arange(3))], expected)
+    assert_same([*(copy[k] for k in range(4)), copy.make.args[0].test(torch.arange(3))], expected)
 
 
 def test_the_measure_of_shared_memory_sees_a_copy() -> None:
@@ -176,16 +177,16 @@ def test_batches_are_pinned_for_a_gpu(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(loading, "DataLoader", loader)
+    monkeypatch.setattr(batches, "DataLoader", loader)
     found = bytes_of_a_text(text_file, "language")
     sampler, some = sampler_of(found), torch.arange(5)
-    plain = list(loading.batches(found, sampler, 0, 2, 0))
+    plain = list(batches.train_batches(found, sampler, 0, 2, 0))
     assert num_pinned == 0
-    assert_same(loading.batches(found, sampler, 0, 2, 0, pin=True), plain)
+    assert_same(batches.train_batches(found, sampler, 0, 2, 0, pin=True), plain)
     assert num_pinned == (4 if has_gpu else 0)
-    list(loading.test_batches(found, some, 3, 0, pin=True))
+    list(batches.test_batches(found, some, 3, 0, pin=True))
     assert num_pinned == (8 if has_gpu else 0)
     for pin in (False, True):
-        list(loading.batches(found, sampler, 0, 2, 1, pin))
-        list(loading.test_batches(found, some, 3, 1, pin))
+        list(batches.train_batches(found, sampler, 0, 2, 1, pin))
+        list(batches.test_batches(found, some, 3, 1, pin))
     assert asked == [False, False, has_gpu, has_gpu]
