@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "session": SESSION,
     "doors": DOORS,
     "train": UPPER | {"train"},
-    "bench": UPPER | {"bench"},
+    "bench": UPPER | {"train", "lab", "bench"},
     "launch": UPPER | {"launch"},
     "lab": UPPER | {"lab"},
     "cli": UPPER | {"train", "bench", "launch", "lab", "cli"},

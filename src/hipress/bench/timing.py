@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
-from pathlib import Path
 
+import numpy as np
 import torch
 
+from hipress.probe.cache import processor
 from hipress.version import __version__
 
 # One sample lasts at least this long, so that the clock and the call around it cost under 1 %.
@@ -36,14 +37,15 @@ class Timing:
 
     @staticmethod
     def of(samples_s: list[float]) -> Timing:
-        """The percentiles of a non-empty list of seconds, interpolated linearly."""
-        ordered = sorted(samples_s)
-        return Timing(
-            p20_s=_percentile(ordered, 0.2),
-            p50_s=_percentile(ordered, 0.5),
-            p80_s=_percentile(ordered, 0.8),
-            num_samples=len(ordered),
-        )
+        """Returns the percentiles of a non-empty list of seconds, interpolated linearly."""
+        p20, p50, p80 = np.percentile(samples_s, (20, 50, 80)).tolist()
+        return Timing(p20_s=p20, p50_s=p50, p80_s=p80, num_samples=len(samples_s))
+
+    def fields(self, prefix: str = "") -> dict[str, float]:
+        """Returns the percentiles as fields of a row."""
+        names = ("seconds_median", "seconds_p20", "seconds_p80")
+        values = (self.p50_s, self.p20_s, self.p80_s)
+        return {f"{prefix}{name}": value for name, value in zip(names, values, strict=True)}
 
 
 def measure(
@@ -53,16 +55,16 @@ def measure(
     min_seconds: float = 0.0,
     on_round: Callable[[float], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time the candidates round-robin in this process.
+    """Times the candidates round-robin in this process.
 
     Every candidate is called twice before the first round (once to compile and to touch its
     memory, once to see how many calls make a sample long enough for the clock).
 
     Args:
-        candidates: functions without arguments, by name.
-        repeats: the least number of rounds.
-        min_seconds: go on with further rounds until this much time has been spent.
-        on_round: called after each round with the fraction done, from 0 to 1.
+        candidates: Functions without arguments, by name.
+        repeats: The least number of rounds.
+        min_seconds: Further rounds follow until this much time has been spent.
+        on_round: Called after each round with the fraction done, from 0 to 1.
 
     Returns:
         One `Timing` per name, in the order given.
@@ -91,9 +93,9 @@ def measure(
 
 
 def machine_facts() -> dict[str, str | int]:
-    """What a reader needs to judge a timing: processor, GPU, versions, and the date in UTC."""
+    """Returns what a reader needs to judge a timing: processor, GPU, versions, date in UTC."""
     facts: dict[str, str | int] = {
-        "cpu": _cpu_model(),
+        "cpu": processor(torch.device("cpu")),
         "cores": _num_cores(),
         "python": platform.python_version(),
     }
@@ -122,24 +124,6 @@ def _seconds_per_call(fn: Callable[[], object], num_calls: int) -> float:
 def _fraction_done(num_rounds: int, repeats: int, spent_s: float, min_seconds: float) -> float:
     by_time = spent_s / min_seconds if min_seconds > 0 else 1.0
     return min(1.0, num_rounds / repeats, by_time)
-
-
-def _percentile(ordered: list[float], fraction: float) -> float:
-    position = fraction * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def _cpu_model() -> str:
-    # Only Linux says the model by name; elsewhere the architecture must do.
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _num_cores() -> int:

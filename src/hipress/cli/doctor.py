@@ -1,26 +1,31 @@
 """`hipress doctor`: what this machine has, what is missing, which backend will be used; and
-what compression would give a job.
+what compression would give a job (in `doctor_job`).
 """
 
+import importlib
+import importlib.metadata
 import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 import hipress
 from hipress import settings
-from hipress.cli import _machine
-from hipress.cli._machine import Facts
+from hipress.cli.options import Batch
 from hipress.cli.simulate import MOST_NODES
+from hipress.cli.ui import print_table, progress_bar, text
 from hipress.errors import HipressError
 
-if TYPE_CHECKING:
-    from hipress.cli._doctor_job import Job
+Facts = dict[str, Any]
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "data": ("pillow", "scikit-learn"),
@@ -36,6 +41,11 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 app = typer.Typer()
 
+_PROC_CGROUP = Path("/proc/self/cgroup")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+# cgroup v1 writes "no limit" as the largest multiple of the page size; v2 writes "max".
+_NO_LIMIT_BYTES = 1 << 60
+
 
 @app.command(epilog="Example: hipress doctor --model resnet50 --hosts 8 --rate 10gbit")
 def doctor(
@@ -50,11 +60,9 @@ def doctor(
         str | None, typer.Option(help="Rate of each host's link; 1gbit if not given.")
     ] = None,
     codec: Annotated[
-        str | None, typer.Option(help="Codecs, with commas between; int8,onebit if not given.")
+        str | None, typer.Option(help="Codecs, separated by commas; int8,onebit if not given.")
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Examples per host and step; the model's own if not.")
-    ] = None,
+    batch: Batch = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object in place of the table.")
     ] = False,
@@ -65,44 +73,37 @@ def doctor(
     and what limits it. The model's step and the codecs are timed here, for a
     few seconds; every host is taken to be a machine like this one.
     """
-    from hipress.cli import _doctor_job
+    from hipress.cli import doctor_job
 
-    job = _doctor_job.read_job(model, hosts, rate, codec, batch)
+    job = doctor_job.read_job(model, hosts, rate, codec, batch)
     if job is not None:
-        _examine_job(job, as_json)
+        with progress_bar(1) as begin:
+            found = doctor_job.examine_job(job, begin(f"timing {job.model}"))
+        if as_json:
+            print(json.dumps(doctor_job.as_json(found), indent=2))
+        else:
+            doctor_job.show(found)
         return
     report = examine()
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        _print_table(report)
+        rows = [{"what": what, "found": found} for what, found in _rows(report)]
+        print_table("hipress doctor", [text("what"), text("found")], rows)
+    for problem in report["problems"]:
+        print(f"hipress: cannot work here: {problem}", file=sys.stderr)
     if not report["ok"]:
-        for problem in report["problems"]:
-            print(f"hipress: can not work here: {problem}", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def _examine_job(job: "Job", as_json: bool) -> None:
-    """What compression would give a job: one paragraph and a table."""
-    from hipress.bench.table import progress_bar
-    from hipress.cli import _doctor_job, _doctor_words
-
-    with progress_bar(1) as begin:
-        found = _doctor_job.examine_job(job, begin(f"timing {job.model}"))
-    if as_json:
-        print(json.dumps(_doctor_words.as_json(found), indent=2))
-        return
-    _doctor_words.show(found)
-
-
 def examine() -> Facts:
-    """Return everything the doctor knows, as plain values ready for JSON."""
-    torch, devices = _machine.torch_facts()
-    numba = _machine.import_facts("numba")
-    triton = _machine.package_version("triton")
+    """Returns everything the doctor knows, as plain values ready for JSON."""
+    torch, devices = torch_facts()
+    numba = import_facts("numba")
+    triton = package_version("triton")
     problems = []
     if torch["error"]:
-        problems.append(f"torch can not be imported ({torch['error']}); install it with pip")
+        problems.append(f"torch cannot be imported ({torch['error']}); install it with pip")
     values, cache = _settings(problems)
     asked = values[settings.BACKEND.name]
     wanted = asked["text"].lower() if asked["valid"] else None
@@ -116,7 +117,7 @@ def examine() -> Facts:
             problems.append(choice["why"])
     if {cpu["backend"], cuda["backend"]} & {"cpu", "gpu"} and cache and not cache["writable"]:
         problems.append(
-            f"the cache folder can not be written ({cache['error']}); "
+            f"the cache folder cannot be written ({cache['error']}); "
             f"set {settings.CACHE_DIR.name} to a folder that can"
         )
     return {
@@ -128,8 +129,8 @@ def examine() -> Facts:
         "numba": numba,
         "triton": {"version": triton},
         "cuda_devices": devices,
-        "cores": _machine.core_facts(),
-        "memory": _machine.memory_facts(),
+        "cores": core_facts(),
+        "memory": memory_facts(),
         "cache": cache,
         "settings": values,
         "unknown_variables": [
@@ -143,66 +144,55 @@ def examine() -> Facts:
 
 
 def cpu_backend(asked: str | None, numba: Facts, *, interpreted: bool = False) -> Facts:
-    """Return the backend that CPU tensors will get, or None for it, and why.
+    """Returns the backend that CPU tensors will get, or None for it, and why.
 
-    Args:
-        asked: The value of HIPRESS_BACKEND; None if it is not valid.
-        numba: What `import_facts` found out about numba.
-        interpreted: Whether Triton runs kernels for a GPU on the CPU.
+    `asked` is the value of HIPRESS_BACKEND, or None if it is not valid; with `interpreted` Triton
+    runs kernels for a GPU on the CPU.
     """
     name = settings.BACKEND.name
     if asked is None:
-        return {"backend": None, "why": f"{name} has no valid value"}
+        return _choice(None, f"{name} has no valid value")
     if asked == "reference":
-        return {"backend": "reference", "why": f"{name}=reference asks for it; it is slow"}
+        return _choice("reference", f"{name}=reference asks for it; it is slow")
     if asked == "gpu" and interpreted:
-        return {"backend": "gpu", "why": "TRITON_INTERPRET=1: kernels are interpreted, for tests"}
+        return _choice("gpu", "TRITON_INTERPRET=1: kernels are interpreted, for tests")
     if asked == "gpu":
-        return {
-            "backend": None,
-            "why": f"{name}=gpu is for CUDA tensors only; set it to auto to use both",
-        }
+        return _choice(None, f"{name}=gpu is for CUDA tensors only; set it to auto to use both")
     if numba["error"]:
-        return {
-            "backend": None,
-            "why": f"numba can not be imported ({numba['error']}); install it with pip, or set "
+        return _choice(
+            None,
+            f"numba cannot be imported ({numba['error']}); install it with pip, or set "
             f"{name}=reference for the slow backend that does without",
-        }
+        )
     reason = "is auto" if asked == "auto" else "asks for it"
-    return {"backend": "cpu", "why": f"{name} {reason}, and numba {numba['version']} works"}
+    return _choice("cpu", f"{name} {reason}, and numba {numba['version']} works")
 
 
 def cuda_backend(asked: str | None, devices: list[Facts], triton: str | None) -> Facts:
-    """Return the backend that CUDA tensors will get, or None for it, and why.
-
-    Args:
-        asked: The value of HIPRESS_BACKEND; None if it is not valid.
-        devices: What torch sees, one entry for each CUDA device.
-        triton: The version of Triton; None if it is not installed.
-    """
+    """Returns the backend that CUDA tensors will get, or None for it, and why."""
     name = settings.BACKEND.name
     if asked is None:
-        return {"backend": None, "why": f"{name} has no valid value"}
+        return _choice(None, f"{name} has no valid value")
     if not devices:
         rest = f"; set {name} to auto for CPU tensors" if asked == "gpu" else ""
-        return {"backend": None, "why": f"torch sees no CUDA device{rest}"}
+        return _choice(None, f"torch sees no CUDA device{rest}")
     seen = f"torch sees {len(devices)} CUDA device(s)"
     if asked in ("reference", "cpu"):
-        return {
-            "backend": None,
-            "why": f"{name}={asked} is for CPU tensors only ({seen}); set it to auto to use both",
-        }
+        only = f"{name}={asked} is for CPU tensors only"
+        return _choice(None, f"{only} ({seen}); set it to auto to use both")
     if triton is None:
-        return {
-            "backend": None,
-            "why": f"{seen}, but Triton is not installed; add it with: pip install 'hipress[gpu]'",
-        }
+        how = "add it with: pip install 'hipress[gpu]'"
+        return _choice(None, f"{seen}, but Triton is not installed; {how}")
     reason = "is auto" if asked == "auto" else "asks for it"
-    return {"backend": "gpu", "why": f"{name} {reason}, {seen}, and Triton is {triton}"}
+    return _choice("gpu", f"{name} {reason}, {seen}, and Triton is {triton}")
+
+
+def _choice(backend: str | None, why: str) -> Facts:
+    return {"backend": backend, "why": why}
 
 
 def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:
-    """Return each setting as it stands and the state of the cache folder; collect bad values."""
+    """Returns each setting as it stands and the state of the cache folder; adds bad values."""
     values: Facts = {}
     cache = None
     for setting in settings.SETTINGS:
@@ -210,7 +200,7 @@ def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:
         try:
             value = settings.read(setting)
             if setting is settings.CACHE_DIR:
-                cache = _machine.folder_facts(value)
+                cache = folder_facts(value)
         except HipressError as error:
             problems.append(str(error))
             row["valid"] = False
@@ -221,7 +211,7 @@ def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:
 def _extras() -> Facts:
     report: Facts = {}
     for extra, packages in EXTRAS.items():
-        versions = {package: _machine.package_version(package) for package in packages}
+        versions = {package: package_version(package) for package in packages}
         complete = None not in versions.values()
         install = None if complete else f"pip install {shlex.quote(f'hipress[{extra}]')}"
         report[extra] = {"packages": versions, "install": install}
@@ -229,7 +219,7 @@ def _extras() -> Facts:
 
 
 def _lab() -> Facts:
-    facts = _machine.lab_facts()
+    facts = lab_facts()
     if facts["pyroute2"] is None:
         verdict = "no: pyroute2 is missing"
     elif facts["root"] and facts["network_namespaces"]:
@@ -239,19 +229,6 @@ def _lab() -> Facts:
     else:
         verdict = "no: this process may not make network namespaces; run as root"
     return {**facts, "emulated_links": verdict}
-
-
-def _print_table(report: Facts) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("what", "found", box=box.SIMPLE, title="hipress doctor", title_justify="left")
-    for what, found in _rows(report):
-        # Text, not markup: "hipress[lab]" would be read as a style.
-        table.add_row(Text(what), Text(found))
-    Console().print(table)
 
 
 def _rows(report: Facts) -> Iterator[tuple[str, str]]:
@@ -276,7 +253,7 @@ def _rows(report: Facts) -> Iterator[tuple[str, str]]:
     limits += "none" if limit is None else _gib(limit)
     yield "memory usable", f"{_gib(memory['usable_bytes'])} ({limits})"
     if cache := report["cache"]:
-        state = "can be written" if cache["writable"] else f"can NOT be written ({cache['error']})"
+        state = "can be written" if cache["writable"] else f"CANNOT be written ({cache['error']})"
         yield "cache folder", f"{cache['path']}, {state}"
     for name, row in report["settings"].items():
         valid = "" if row["valid"] else ", which is not valid"
@@ -298,8 +275,169 @@ def _rows(report: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _version(facts: Facts) -> str:
-    return facts["version"] or f"can not be imported: {facts['error']}"
+    return facts["version"] or f"cannot be imported: {facts['error']}"
 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+# --- facts about this machine ---------------------------------------------------------------------
+
+
+def package_version(name: str) -> str | None:
+    """Returns the version of an installed package without importing it, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def import_facts(name: str) -> Facts:
+    """Imports a package and returns its version, or why it cannot be imported."""
+    try:
+        # Not only ImportError: a numba that does not fit its numpy fails in other ways.
+        return {"version": str(importlib.import_module(name).__version__), "error": None}
+    except Exception as error:
+        return {"version": None, "error": _first_line(error)}
+
+
+def torch_facts() -> tuple[Facts, list[Facts]]:
+    """Returns what torch is built for and the CUDA devices that it can use."""
+    facts = import_facts("torch")
+    if facts["error"]:
+        return {**facts, "build": None, "note": None}, []
+    import torch
+
+    build = "cpu"
+    if torch.version.cuda:
+        build = f"cuda {torch.version.cuda}"
+    elif torch.version.hip:
+        build = f"rocm {torch.version.hip}"
+    # A driver that is too old shows only as a warning here, and is worth a line.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+    note = _first_line(caught[0].message) if caught else None
+    devices = [
+        {
+            "name": device.name,
+            "capability": f"{device.major}.{device.minor}",
+            "memory_bytes": device.total_memory,
+        }
+        for device in properties
+    ]
+    return {**facts, "build": build, "note": note}, devices
+
+
+def core_facts() -> Facts:
+    """Returns how many cores there are, and how many of them this process may use."""
+    installed = os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else installed
+    quota = cgroup_cores()
+    usable = affinity if quota is None else max(1, min(affinity, int(quota)))
+    return {"installed": installed, "affinity": affinity, "cgroup_quota": quota, "usable": usable}
+
+
+def memory_facts() -> Facts:
+    """Returns the memory of the machine and the cgroup's limit on this process, in bytes."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = cgroup_memory_bytes()
+    return {
+        "total_bytes": total,
+        "cgroup_limit_bytes": limit,
+        "usable_bytes": total if limit is None else min(total, limit),
+    }
+
+
+def cgroup_cores(proc: Path = _PROC_CGROUP, root: Path = _CGROUP_ROOT) -> float | None:
+    """Returns the CPU quota of this process's cgroups in cores, or None where there is none."""
+    quotas = []
+    for folder in _cgroup_folders("cpu", proc, root):
+        if (v2 := _read_words(folder / "cpu.max")) and v2[0] != "max":
+            quotas.append(int(v2[0]) / int(v2[1]))
+        quota, period = (_read_words(folder / f"cpu.cfs_{part}_us") for part in ("quota", "period"))
+        if quota and period and int(quota[0]) > 0:
+            quotas.append(int(quota[0]) / int(period[0]))
+    return min(quotas, default=None)
+
+
+def cgroup_memory_bytes(proc: Path = _PROC_CGROUP, root: Path = _CGROUP_ROOT) -> int | None:
+    """Returns the memory limit of this process's cgroups, or None where there is none."""
+    limits = []
+    for folder in _cgroup_folders("memory", proc, root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (words := _read_words(folder / name)) and words[0] != "max":
+                limits.append(int(words[0]))
+    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
+
+
+def folder_facts(path: Path) -> Facts:
+    """Returns whether files can be written in a folder, or in the one it would be made in."""
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        # A real file, gone when closed: permission bits do not show read-only mounts.
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        return {"path": str(path), "writable": False, "error": f"{nearest}: {error.strerror}"}
+    return {"path": str(path), "writable": True, "error": None}
+
+
+def lab_facts() -> Facts:
+    """Returns what this process may do for an emulated cluster."""
+    root = hasattr(os, "geteuid") and os.geteuid() == 0
+    return {
+        "root": root,
+        "network_namespaces": _can_unshare(_CLONE_NEWNET),
+        "user_namespaces": _can_unshare(_CLONE_NEWUSER | _CLONE_NEWNET),
+        "pyroute2": package_version("pyroute2"),
+    }
+
+
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_UNSHARE = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(int(sys.argv[1])) != 0)"
+
+
+def _can_unshare(flags: int) -> bool:
+    """Tries to enter new namespaces in a child, since each system has its own way to forbid it."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _UNSHARE, str(flags)],
+            capture_output=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return child.returncode == 0
+
+
+def _cgroup_folders(controller: str, proc: Path, root: Path) -> list[Path]:
+    """Returns this process's cgroup folders for a controller, v2 and v1, each with its parents."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        # "0::/path" is the v2 tree, "4:memory:/path" a v1 tree of its own.
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / controller if controllers else root
+        leaf = base / path.lstrip("/")
+        folders += [folder for folder in (leaf, *leaf.parents) if folder.is_relative_to(base)]
+    return folders
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _first_line(value: object) -> str:
+    return (str(value).strip().splitlines() or [type(value).__name__])[0]

@@ -7,15 +7,17 @@ from typing import Annotated
 
 import typer
 
+from hipress.cli.options import Delay, Loopback
+
 app = typer.Typer(no_args_is_help=True)
 
 TIMED_OUT = 124
-"""Exit code of a job that took too long, as timeout(1) has it."""
+"""Exit code of a job that took too long, as with timeout(1)."""
 
 
 @app.callback(epilog="Example: hipress lab run --hosts 4 --rate 1gbit -- python train.py")
 def lab() -> None:
-    """An emulated cluster on this machine: hosts of their own, links with a rate."""
+    """Emulate a cluster on this machine: hosts with their own address, links with a rate."""
 
 
 @app.command(
@@ -32,17 +34,15 @@ def run(
             help="Rate of each host's link, each way: 1gbit, or one per host: 1gbit,100mbit."
         ),
     ] = "none",
-    delay: Annotated[str, typer.Option(help="Time from host to host: 5ms, 100us.")] = "none",
-    loss: Annotated[str, typer.Option(help="Part of the packets that is lost: 0.1%.")] = "none",
+    delay: Delay = "none",
+    loss: Annotated[str, typer.Option(help="Share of the packets that is lost: 0.1%.")] = "none",
     ranks_per_host: Annotated[
         str, typer.Option(help="Ranks on each host: 2, or one number per host: 2,1,1.")
     ] = "1",
     timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which all ranks are ended.")
     ] = None,
-    loopback: Annotated[
-        bool, typer.Option("--loopback", help="All ranks on 127.0.0.1, nothing shaped.")
-    ] = False,
+    loopback: Loopback = False,
 ) -> None:
     """Run a command once per rank, with torchrun's environment.
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hipress.errors import UsageError
+
 if TYPE_CHECKING:
     from hipress.launch.hosts import Host
 
@@ -41,10 +43,11 @@ def run(
         typer.Option(help="Send a variable: NAME as it is here, or NAME=VALUE; may be repeated."),
     ] = None,
     directory: Annotated[
-        str | None, typer.Option("--dir", help="Where to run; the name of this folder if not told.")
+        str | None,
+        typer.Option("--dir", help="Where to run; the name of this folder if not given."),
     ] = None,
     python: Annotated[
-        str | None, typer.Option(help="The Python of the hosts; the path of this one if not told.")
+        str | None, typer.Option(help="The Python of the hosts; the path of this one if not given.")
     ] = None,
     ssh: Annotated[
         str | None, typer.Option(help='The ssh to use, with options: "ssh -i key".')
@@ -52,7 +55,7 @@ def run(
     ssh_port: Annotated[int | None, typer.Option(help="Where sshd listens on the hosts.")] = None,
     port: Annotated[
         int | None,
-        typer.Option(help="Where the first host listens for the others; a free port if not told."),
+        typer.Option(help="Where the first host listens for the others; a free port if not given."),
     ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often all ranks start over when one fails.")
@@ -100,7 +103,6 @@ def run(
 
 
 def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tuple[Host, ...]:
-    from hipress.errors import UsageError
     from hipress.launch.hosts import Host, parse_hosts, read_hosts
 
     given = [
@@ -125,9 +127,7 @@ def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tup
 
 
 def _refuse_idle(options: list[str], nproc: int | None) -> None:
-    """Refuse options that would change nothing."""
-    from hipress.errors import UsageError
-
+    """Refuses options that would change nothing."""
     if options:
         where = "one host" if nproc is None else "this machine alone (--nproc)"
         raise UsageError(
@@ -137,24 +137,20 @@ def _refuse_idle(options: list[str], nproc: int | None) -> None:
 
 
 def _here() -> str:
-    from hipress.errors import UsageError
-
     try:
         return os.getcwd()
     except OSError as error:
         raise UsageError(
-            f"the folder you are in can not be found any more ({error.strerror}); go to another, "
+            f"the current folder does not exist any more ({error.strerror}); go to another, "
             f"or name one with --dir"
         ) from None
 
 
 def _ssh(text: str) -> list[str]:
-    from hipress.errors import UsageError
-
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--ssh {text!r} can not be read: {error}; close the quote") from None
+        raise UsageError(f"--ssh {text!r} cannot be read: {error}; close the quote") from None
     if not words:
         raise UsageError('--ssh is empty; name the program, as in --ssh "ssh -i key"')
     return words
