@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from hipress.bench import cluster
+from hipress.bench import cluster, machine
 from hipress.bench.convergence import ConvergenceBenchmark
-from hipress.cli import options
 from hipress.cli.bench_convergence import BEGIN, END
 from hipress.cli.main import main
 from hipress.train.compare import compare
@@ -308,6 +307,6 @@ def test_too_little_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cluster, "run", lambda *_: pytest.fail("it ran"))
-    monkeypatch.setattr(options, "available_memory_bytes", lambda: 5 * 10**8)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 5 * 10**8)
     assert bench(*HOSTS) == 2
     assert "digits on 2 hosts needs 601 MB with all ranks" in capsys.readouterr().err

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hipress.bench import cluster
-from hipress.cli import options
+from hipress.bench import cluster, machine
 from hipress.cli.main import main
 from tests.lab.conftest import refusal
 
@@ -149,7 +148,7 @@ def test_too_little_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cluster, "run", lambda *_: pytest.fail("it ran"))
-    monkeypatch.setattr(options, "available_memory_bytes", lambda: 10**9)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 10**9)
     assert bench("--model", "mlp,gpt", "--hooks", "ddp", "--codec", "onebit") == 2
     # 13 arrays of gpt's size on each host: three of each variant, two more of ours, two to run.
     assert capsys.readouterr().err == (

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hipress import settings
+from hipress.bench import machine
 from hipress.bench.profile import scaled
 from hipress.cli import doctor, doctor_job
 from hipress.cli.main import main
@@ -78,7 +79,7 @@ def test_the_table_says_which_backend_and_why(capsys):
 
 
 def test_a_missing_extra_shows_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "package_version", lambda name: None)
+    monkeypatch.setattr(machine, "package_version", lambda name: None)
     _, out, _ = run(capsys)
     assert "pyroute2 missing; add with: pip install 'hipress[lab]'" in out
     assert "no: pyroute2 is missing" in out
@@ -133,7 +134,7 @@ def test_the_reference_backend_needs_no_cache_folder(monkeypatch, capsys, tmp_pa
 
 def test_without_torch_there_is_one_sentence(monkeypatch, capsys):
     broken = {**BROKEN, "error": "No module named 'torch'", "build": None, "note": None}
-    monkeypatch.setattr(doctor, "torch_facts", lambda: (broken, []))
+    monkeypatch.setattr(machine, "torch_facts", lambda: (broken, []))
     code, out, err = run(capsys)
     assert code == 1
     assert "cannot be imported: No module named 'torch'" in out
@@ -192,12 +193,12 @@ def test_cuda_backend(asked, devices, triton, backend, why):
 def with_gpus(monkeypatch, devices, triton="3.6.0"):
     """A machine with these GPUs and this Triton."""
     facts = {**WORKING, "build": "cuda 13.0", "note": None}
-    monkeypatch.setattr(doctor, "torch_facts", lambda: (facts, devices))
-    version = doctor.package_version
+    monkeypatch.setattr(machine, "torch_facts", lambda: (facts, devices))
+    version = machine.package_version
     found = {"triton": triton}
-    monkeypatch.setattr(doctor, "package_version", lambda n: found.get(n) or version(n))
+    monkeypatch.setattr(machine, "package_version", lambda n: found.get(n) or version(n))
     if triton is None:
-        monkeypatch.setattr(doctor, "package_version", lambda n: None)
+        monkeypatch.setattr(machine, "package_version", lambda n: None)
 
 
 def test_a_gpu_and_triton_are_enough(monkeypatch, capsys):
@@ -235,7 +236,7 @@ def test_who_asks_for_the_gpu_gets_it_or_hears_why_not(monkeypatch, capsys):
 
 
 def test_import_facts_of_a_missing_package():
-    facts = doctor.import_facts("hipress_no_such_package")
+    facts = machine.import_facts("hipress_no_such_package")
     assert facts == {"version": None, "error": "No module named 'hipress_no_such_package'"}
 
 
@@ -251,8 +252,8 @@ def test_cgroup_v2_takes_the_tightest_limit_on_the_way_up(tmp_path):
     write(root / "user" / "job" / "cpu.max", "max 100000\n")
     write(root / "user" / "memory.max", "max\n")
     write(root / "user" / "job" / "memory.max", "4096\n")
-    assert doctor.cgroup_cores(tmp_path / "proc", root) == 1.5
-    assert doctor.cgroup_memory_bytes(tmp_path / "proc", root) == 4096
+    assert machine.cgroup_cores(tmp_path / "proc", root) == 1.5
+    assert machine.cgroup_memory_bytes(tmp_path / "proc", root) == 4096
 
 
 def test_cgroup_v1_has_a_tree_per_controller(tmp_path):
@@ -262,22 +263,22 @@ def test_cgroup_v1_has_a_tree_per_controller(tmp_path):
     write(root / "cpu" / "box" / "cpu.cfs_period_us", "100000\n")
     write(root / "memory" / "box" / "memory.limit_in_bytes", "8192\n")
     write(root / "memory" / "memory.limit_in_bytes", "9223372036854771712\n")
-    assert doctor.cgroup_cores(tmp_path / "proc", root) == 0.5
-    assert doctor.cgroup_memory_bytes(tmp_path / "proc", root) == 8192
+    assert machine.cgroup_cores(tmp_path / "proc", root) == 0.5
+    assert machine.cgroup_memory_bytes(tmp_path / "proc", root) == 8192
 
 
 def test_no_cgroup_means_no_limit(tmp_path):
-    assert doctor.cgroup_cores(tmp_path / "proc", tmp_path) is None
-    assert doctor.cgroup_memory_bytes(tmp_path / "proc", tmp_path) is None
+    assert machine.cgroup_cores(tmp_path / "proc", tmp_path) is None
+    assert machine.cgroup_memory_bytes(tmp_path / "proc", tmp_path) is None
 
 
 def test_half_a_core_still_counts_as_one(monkeypatch):
-    monkeypatch.setattr(doctor, "cgroup_cores", lambda: 0.5)
-    assert doctor.core_facts()["usable"] == 1
+    monkeypatch.setattr(machine, "cgroup_cores", lambda: 0.5)
+    assert machine.core_facts()["usable"] == 1
 
 
 def test_writing_is_tried_and_leaves_nothing(tmp_path):
-    facts = doctor.folder_facts(tmp_path / "a" / "b")
+    facts = machine.folder_facts(tmp_path / "a" / "b")
     assert facts == {"path": str(tmp_path / "a" / "b"), "writable": True, "error": None}
     assert list(tmp_path.iterdir()) == []
 
@@ -297,8 +298,8 @@ def made_up_job(rate_bits, *, backward_s=0.1, element_s=1e-10, numel=2**22):
     """A profile of four hosts, with costs chosen by hand."""
     codecs = [codec("none", 1.0, 1e-10), codec("onebit", 1 / 32, element_s)]
     made = profile(numels=(numel,) * 4, backward_s=backward_s, codecs=codecs)
-    machine = Machine(cores=2.0, num_ranks=1)
-    return doctor_job.made_up(4, rate_bits, machine, codecs, made.model)
+    host = Machine(cores=2.0, num_ranks=1)
+    return doctor_job.made_up(4, rate_bits, host, codecs, made.model)
 
 
 def test_a_job_gets_a_paragraph_and_a_table(capsys, monkeypatch):

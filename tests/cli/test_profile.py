@@ -123,7 +123,7 @@ def test_only_rank_0_of_a_job_tries_the_file(rank, num_checks, monkeypatch, tmp_
     tried = []
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(profile_command, "check_writable", lambda path, _: tried.append(path))
+    monkeypatch.setattr(profile_command.ui, "check_writable", lambda path, _: tried.append(path))
     monkeypatch.setattr(profile_command, "_in_job", lambda config: None)
     assert profile("--codecs", "none", "-o", str(tmp_path / "p.json")) == 0
     assert len(tried) == num_checks

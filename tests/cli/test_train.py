@@ -38,7 +38,7 @@ def test_lines_log_and_result(tmp_path, capsys):
     assert run("--steps", "12", "--log", str(log), "--log-every", "4", "--json", str(out)) == 0
     said = capsys.readouterr()
     assert "51,978 parameters) on digits (1,200 examples), 1 rank x 32 a step, cpu" in said.err
-    assert "one rank: nobody to exchange gradients with; steps 0 to 12" in said.err
+    assert "one rank: gradients are not exchanged; steps 0 to 12" in said.err
     assert "step 4/12 epoch 0.11 loss " in said.err and " lr 0.01 " in said.err
     assert "step 12: on the test data accuracy " in said.err
     assert said.out.startswith("12 steps in ") and "accuracy " in said.out
@@ -200,7 +200,7 @@ def test_what_is_said_of_each_kind_of_exchange():
     plan = train.introduction(facts(codec="plan", strategy=None))
     assert "plan for 1 of 2 gradients" in plan
     alone = train.introduction(facts(num_ranks=1))
-    assert "one rank: nobody to exchange gradients with; onebit acts on them all" in alone
+    assert "one rank: gradients are not exchanged, but onebit is applied" in alone
 
 
 def test_what_is_said_where_nothing_is_right_or_wrong():

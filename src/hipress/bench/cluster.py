@@ -1,5 +1,5 @@
-"""What the benchmarks on an emulated cluster share: what ranks are told, how they are started,
-and how they measure together.
+"""What the benchmarks on an emulated cluster share: their description, the start of the ranks,
+and how ranks measure together.
 
 A sample is a barrier and some calls, timed on every rank; the slowest rank's time counts. Each
 round runs all candidates, in an order that all ranks shuffle alike, so that slow moments of the
@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from hipress import settings
 from hipress.errors import HipressError
-from hipress.lab import Lab
 
 INTERFACE = "eth0"
 NUM_IDLE = 10
@@ -44,7 +43,7 @@ OnPart = Callable[[float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterBenchmark:
-    """What all ranks of a benchmark are told: the cluster, and how often to measure on it."""
+    """What all ranks of a benchmark receive: the cluster, and how often to measure on it."""
 
     num_hosts: int
     rate: str
@@ -99,10 +98,11 @@ def run(
 
     Args:
         module: It is run as `python -m MODULE BENCHMARK`.
-        benchmark: What the ranks are told; the file to write is added here.
+        benchmark: What the ranks receive; the file to write is added here.
         timeout: Seconds after which the run is given up.
         on_part: Called as rank 0 makes progress.
     """
+    from hipress.lab import Lab  # here, because ranks do without it
 
     def on_line(rank: int, stream: str, line: str) -> None:
         if rank == 0 and stream == "stdout" and line.startswith("@@ "):

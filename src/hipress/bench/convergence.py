@@ -34,7 +34,7 @@ from hipress.train.virtual_sync import PLAIN
 
 @dataclass(frozen=True, kw_only=True)
 class ConvergenceBenchmark(ClusterBenchmark):
-    """What all ranks are told; `repeats` is the number of seeds."""
+    """What all ranks train; `repeats` is the number of seeds."""
 
     data: str
     folder: str | None

@@ -66,11 +66,6 @@ def build(expression: str, num_elements: int) -> EagerCodec | None:
     return _build(parse(expression), num_elements)
 
 
-def wire_bytes(parts: Parts) -> int:
-    """Returns how many bytes the parts would take on the wire."""
-    return sum(part.nbytes for part in parts)
-
-
 class EagerFeedback(EagerCodec):
     """Error feedback around any form: encode gradient + residual, keep what was not sent."""
 

@@ -44,7 +44,7 @@ OnPart = Callable[[float, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileBenchmark(ClusterBenchmark):
-    """What all ranks are told; `num_hosts` is 0 inside a job."""
+    """What all ranks measure; `num_hosts` is 0 inside a job."""
 
     model: str | None
     batch: int | None
@@ -152,8 +152,8 @@ def _model(
     known = {gradient.name for gradient in own.gradients}
     held = [tuple(one for one in buckets[k] if one in known) for k in sorted(buckets)]
     own = own.model_copy(update={"buckets": tuple(filter(None, held))})
-    told = engine.gather(own.model_dump_json().encode())
-    return merged([ModelProfile.model_validate_json(one) for one in told]) if told else None
+    texts = engine.gather(own.model_dump_json().encode())
+    return merged([ModelProfile.model_validate_json(one) for one in texts]) if texts else None
 
 
 class _ModelSteps:

@@ -1,6 +1,6 @@
 """`hipress bench sync`: time beside gloo's all-reduce, bytes on the wire, and correctness.
 
-`SyncBenchmark` is what the ranks are told, `_SyncWorker` is what they run (`python -m
+`SyncBenchmark` is what the ranks measure, `_SyncWorker` is what they run (`python -m
 hipress.bench.sync BENCHMARK`), and `rows` makes one row per codec and strategy of the numbers that
 rank 0 writes. `problem` says what a row must not show. `overhead_row` measures the executor alone.
 """
@@ -43,7 +43,7 @@ NUM_TENSORS, NUMEL = 250, 64
 
 @dataclass(frozen=True, kw_only=True)
 class SyncBenchmark(ClusterBenchmark):
-    """What all ranks are told."""
+    """What all ranks measure."""
 
     numels: tuple[int, ...]
     """Elements of each tensor."""

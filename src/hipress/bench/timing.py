@@ -1,4 +1,4 @@
-"""Fair timing of several candidates in one process, and the facts a timing must carry.
+"""Fair timing of several candidates in one process.
 
 A number from a shared machine means little alone. So candidates are timed side by side: each round
 runs every candidate once, in a fresh order, and slow moments of the machine hit all of them alike.
@@ -7,20 +7,12 @@ Compare medians inside one call of `measure`, never across calls.
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib import metadata
 
 import numpy as np
-import torch
-
-from hipress.probe.cache import processor
-from hipress.version import __version__
 
 # One sample lasts at least this long, so that the clock and the call around it cost under 1 %.
 _MIN_SAMPLE_S = 0.0005
@@ -52,7 +44,6 @@ def measure(
     candidates: Mapping[str, Callable[[], object]],
     *,
     repeats: int = 9,
-    min_seconds: float = 0.0,
     on_round: Callable[[float], None] | None = None,
 ) -> dict[str, Timing]:
     """Times the candidates round-robin in this process.
@@ -62,8 +53,7 @@ def measure(
 
     Args:
         candidates: Functions without arguments, by name.
-        repeats: The least number of rounds.
-        min_seconds: Further rounds follow until this much time has been spent.
+        repeats: The number of rounds.
         on_round: Called after each round with the fraction done, from 0 to 1.
 
     Returns:
@@ -80,32 +70,13 @@ def measure(
     order = list(candidates)
     # A fixed order would always give a candidate the same predecessor, and so the same warm cache.
     shuffle = random.Random(0).shuffle
-    start = time.perf_counter()
-    num_rounds = 0
-    while num_rounds < repeats or time.perf_counter() - start < min_seconds:
+    for num_rounds in range(1, repeats + 1):
         shuffle(order)
         for name in order:
             samples[name].append(_seconds_per_call(candidates[name], calls[name]))
-        num_rounds += 1
         if on_round is not None:
-            on_round(_fraction_done(num_rounds, repeats, time.perf_counter() - start, min_seconds))
+            on_round(num_rounds / repeats)
     return {name: Timing.of(samples[name]) for name in candidates}
-
-
-def machine_facts() -> dict[str, str | int]:
-    """Returns what a reader needs to judge a timing: processor, GPU, versions, date in UTC."""
-    facts: dict[str, str | int] = {
-        "cpu": processor(torch.device("cpu")),
-        "cores": _num_cores(),
-        "python": platform.python_version(),
-    }
-    for package in ("torch", "numba"):
-        facts[package] = _version(package)
-    facts["hipress"] = __version__
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-    facts["date_utc"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return facts
 
 
 def _calls_per_sample(fn: Callable[[], object]) -> int:
@@ -119,23 +90,3 @@ def _seconds_per_call(fn: Callable[[], object], num_calls: int) -> float:
     for _ in range(num_calls):
         fn()
     return (time.perf_counter() - start) / num_calls
-
-
-def _fraction_done(num_rounds: int, repeats: int, spent_s: float, min_seconds: float) -> float:
-    by_time = spent_s / min_seconds if min_seconds > 0 else 1.0
-    return min(1.0, num_rounds / repeats, by_time)
-
-
-def _num_cores() -> int:
-    # The affinity mask, not the machine: a container may own fewer cores than it sees.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _version(package: str) -> str:
-    # From the metadata, so that asking does not import numba.
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

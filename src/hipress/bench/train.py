@@ -1,7 +1,7 @@
 """`hipress bench train`: training steps with every way to exchange gradients, beside DDP and beside
 no exchange.
 
-`TrainBenchmark` is what the ranks are told, `_TrainWorker` is what they run (`python -m
+`TrainBenchmark` is what the ranks measure, `_TrainWorker` is what they run (`python -m
 hipress.bench.train BENCHMARK`), and `rows` makes one row per variant of the numbers that rank 0
 writes. `problem` says what a row must not show. Every variant has a copy of the model of its own,
 in a DDP of its own, and is idle while another runs.
@@ -61,7 +61,7 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBenchmark(ClusterBenchmark):
-    """What all ranks are told."""
+    """What all ranks measure."""
 
     model: str
     batch: int

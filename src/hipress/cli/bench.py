@@ -6,16 +6,16 @@ import re
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
-from hipress.cli import bench_cluster, bench_convergence
+from hipress.bench import machine
+from hipress.cli import bench_cluster, bench_convergence, ui
 from hipress.cli.options import (
     JsonFile,
     Size,
-    available_memory_bytes,
     split_expressions,
     whole_numbers,
 )
-from hipress.cli.ui import JsonOutput, number, print_table, progress_bar, text
 from hipress.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True)
@@ -54,23 +54,23 @@ def gradient(json: JsonFile = None) -> None:
     """Run every codec on the gradient of a small network and show what it costs and saves."""
     from hipress.bench.codecs import digits_gradient, gradient_row, line_up
 
-    output = JsonOutput(json, "bench gradient")
+    output = ui.JsonOutput(json, "bench gradient")
     taken = digits_gradient(WIDTH)
     names = line_up()
-    with progress_bar(len(names)) as begin:
+    with ui.progress_bar(len(names)) as begin:
         rows = [gradient_row(name, taken, on_round=begin(name)) for name in names]
     num_steps = rows[0]["num_steps"]
     columns = [
-        text("codec"),
-        number("smaller\nby", "ratio", 1),
-        number("error,\n1 step", "error", 4),
-        number(f"error, mean\nof {num_steps} steps", "mean_error", 4),
-        number("encode\nGB/s", "encode_gb_per_s", 1),
-        number("decode\nGB/s", "decode_gb_per_s", 1),
-        number("memcpy\nGB/s", "memcpy_gb_per_s", 1),
+        ui.text("codec"),
+        ui.number("smaller\nby", "ratio", 1),
+        ui.number("error,\n1 step", "error", 4),
+        ui.number(f"error, mean\nof {num_steps} steps", "mean_error", 4),
+        ui.number("encode\nGB/s", "encode_gb_per_s", 1),
+        ui.number("decode\nGB/s", "decode_gb_per_s", 1),
+        ui.number("memcpy\nGB/s", "memcpy_gb_per_s", 1),
     ]
     title = f"The gradient of an MLP on digits, {taken.numel() / 1e6:.1f}M parameters, one thread"
-    print_table(title, columns, rows, to_stderr=output.is_stdout)
+    ui.print_table(title, columns, rows, to_stderr=output.is_stdout)
     typer.echo(LEGEND.format(num_steps=num_steps), err=output.is_stdout, nl=False)
     output.write(rows)
 
@@ -86,14 +86,13 @@ app.command(epilog=bench_cluster.TRAIN_EXAMPLE)(bench_cluster.train)
 def codecs(
     size: Size = "100MB",
     threads: Annotated[
-        str,
-        typer.Option(help="Threads for codecs and torch alike; 1,2 times each codec with both."),
+        str, Option(help="Threads for codecs and torch alike; 1,2 times each codec with both.")
     ] = "1",
     codecs: Annotated[
-        str | None, typer.Option(help="Codec expressions, separated by commas; all if not given.")
+        str | None, Option(help="Codec expressions, separated by commas; all if not given.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds per codec; medians count.")] = 9,
-    eager: Annotated[bool, typer.Option(help="Time the eager-torch form too.")] = True,
+    repeats: Annotated[int, Option(min=1, help="Rounds per codec; medians count.")] = 9,
+    eager: Annotated[bool, Option(help="Time the eager-torch form too.")] = True,
     json: JsonFile = None,
 ) -> None:
     """Time encode, decode and decode-add beside memcpy and beside eager torch.
@@ -105,28 +104,28 @@ def codecs(
     """
     from hipress.bench.codecs import line_up
 
-    output = JsonOutput(json, "bench codecs")
+    output = ui.JsonOutput(json, "bench codecs")
     size_bytes = parse_size(size)
     _check_memory(size, size_bytes)
     counts = whole_numbers("--threads", threads, 1, MOST_THREADS)
     expressions = line_up() if codecs is None else split_expressions(codecs)
     rows = _codec_rows(expressions, size_bytes, counts, repeats, eager)
     columns = [
-        text("codec"),
-        *([number("threads")] if len(counts) > 1 else []),
-        number("ratio", digits=1),
-        number("encode\nms", "encode_seconds_median", 2, 1e3),
-        number("x\nmemcpy", "encode_x_memcpy", 2),
-        number("x\neager", "encode_x_eager", 1),
-        number("x\ntuned", "encode_x_tuned", 1),
-        number("decode\nms", "decode_seconds_median", 2, 1e3),
-        number("x\nmemcpy", "decode_x_memcpy", 2),
-        number("dec-add\nms", "decode_add_seconds_median", 2, 1e3),
-        number("x\nmemcpy", "decode_add_x_memcpy", 2),
+        ui.text("codec"),
+        *([ui.number("threads")] if len(counts) > 1 else []),
+        ui.number("ratio", digits=1),
+        ui.number("encode\nms", "encode_seconds_median", 2, 1e3),
+        ui.number("x\nmemcpy", "encode_x_memcpy", 2),
+        ui.number("x\neager", "encode_x_eager", 1),
+        ui.number("x\ntuned", "encode_x_tuned", 1),
+        ui.number("decode\nms", "decode_seconds_median", 2, 1e3),
+        ui.number("x\nmemcpy", "decode_x_memcpy", 2),
+        ui.number("dec-add\nms", "decode_add_seconds_median", 2, 1e3),
+        ui.number("x\nmemcpy", "decode_add_x_memcpy", 2),
     ]
     said = " and ".join(map(str, counts))
     title = f"{size_bytes // 4 * 4 / 1e6:g} MB of float32, {said} thread(s), medians"
-    print_table(title, columns, rows, to_stderr=output.is_stdout)
+    ui.print_table(title, columns, rows, to_stderr=output.is_stdout)
     output.write(rows)
 
 
@@ -150,7 +149,7 @@ def parse_size(text: str) -> int:
 
 def _check_memory(text: str, size_bytes: int) -> None:
     """Refuses a gradient that memory cannot hold, with what a run makes of it."""
-    available = available_memory_bytes()
+    available = machine.available_memory_bytes()
     if available is not None and LEAST_COPIES * size_bytes > available:
         raise UsageError(
             f"size {text!r} is {size_bytes / 1e6:,.0f} MB, and a run holds at least {LEAST_COPIES} "
@@ -170,7 +169,7 @@ def _codec_rows(
         # A misspelt last one must not cost a minute, nor one that takes fewer elements.
         hipress.codec(expression).wire_bytes(size_bytes // 4)
     x = gaussian(size_bytes)
-    with progress_bar(len(expressions) * len(threads)) as begin:
+    with ui.progress_bar(len(expressions) * len(threads)) as begin:
         return [
             speed_row(
                 expression,

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
+from hipress.cli import ui
 from hipress.cli.options import (
     PROCESS_BYTES,
     Batch,
@@ -26,17 +28,6 @@ from hipress.cli.options import (
     takes_options,
     timed_model,
     whole_numbers,
-)
-from hipress.cli.ui import (
-    Column,
-    JsonOutput,
-    Row,
-    fixed,
-    number,
-    print_table,
-    progress_bar,
-    report_problems,
-    text,
 )
 
 if TYPE_CHECKING:
@@ -78,20 +69,19 @@ class SyncOptions:
 
     size: Size = "100MB"
     tensors: Annotated[
-        int,
-        typer.Option(min=1, help="Cut it into so many tensors, from 1 KB to a fifth of the whole."),
+        int, Option(min=1, help="Cut it into so many tensors, from 1 KB to a fifth of the whole.")
     ] = 1
     codec: Codecs = "onebit,dgc(ratio=0.001),int8,none"
     strategy: Strategies = "ps"
     repeats: Repeats = 5
     pipelining: Annotated[
-        bool, typer.Option("--pipelining/--no-pipelining", help="Cut gradients into partitions.")
+        bool, Option("--pipelining/--no-pipelining", help="Cut gradients into partitions.")
     ] = True
     bulk: Annotated[
-        bool, typer.Option("--bulk/--no-bulk", help="Put small gradients into one frame.")
+        bool, Option("--bulk/--no-bulk", help="Put small gradients into one frame.")
     ] = True
     compress_on_cpu: Annotated[
-        bool, typer.Option("--compress-on-cpu", help="Run codecs on the host, with --device cuda.")
+        bool, Option("--compress-on-cpu", help="Run codecs on the host, with --device cuda.")
     ] = False
 
     def benchmarks(self, cluster: ClusterOptions) -> list[SyncBenchmark]:
@@ -133,7 +123,7 @@ def sync(
     cluster: ClusterOptions,
     options: SyncOptions,
     overhead: Annotated[
-        bool, typer.Option("--overhead", help="Measure what the executor costs per task instead.")
+        bool, Option("--overhead", help="Measure what the executor costs per task instead.")
     ] = False,
     json: JsonFile = None,
 ) -> None:
@@ -149,18 +139,18 @@ def sync(
     from hipress.bench import sync
     from hipress.bench.cluster import run
 
-    output = JsonOutput(json, "bench sync --overhead" if overhead else "bench sync")
+    output = ui.JsonOutput(json, "bench sync --overhead" if overhead else "bench sync")
     if overhead:
         names = expressions(options.codec)
         check_codecs(names, ())
         rows = [sync.overhead_row(name, repeats=3 * options.repeats) for name in names]
         title = "The executor, without a network"
-        print_table(title, OVERHEAD_COLUMNS, rows, to_stderr=output.is_stdout)
+        ui.print_table(title, OVERHEAD_COLUMNS, rows, to_stderr=output.is_stdout)
         output.write(rows)
         return
     benchmarks = options.benchmarks(cluster)
     rows = []
-    with progress_bar(len(benchmarks)) as begin:
+    with ui.progress_bar(len(benchmarks)) as begin:
         for one in benchmarks:
             rows += sync.rows(one, run("hipress.bench.sync", one, cluster.timeout, begin(one.rate)))
     first = rows[0]
@@ -168,30 +158,30 @@ def sync(
         f"{first['size_bytes'] / 1e6:g} MB of float32 in {first['tensors']} tensor(s), "
         f"{first['hosts']} hosts, {first['device']}, medians of {first['repeats']}"
     )
-    print_table(title, SYNC_COLUMNS, rows, to_stderr=output.is_stdout)
+    ui.print_table(title, SYNC_COLUMNS, rows, to_stderr=output.is_stdout)
     output.write(rows)
-    report_problems(rows)
+    ui.report_problems(rows)
 
 
 SYNC_COLUMNS = [
-    text("codec"),
-    text("strategy"),
-    number("rate"),
-    number("ms", "seconds_median", 1, 1e3),
-    number("ideal\nms", "ideal_seconds", 1, 1e3),
-    number("codec\nms", "codec_seconds", 1, 1e3),
-    number("MB\nper rank", "wire_bytes_per_rank", 3, 1e-6),
-    number("gloo\nms", "baseline_seconds_median", 1, 1e3),
-    number("x\ngloo", "speedup", 2),
-    number("x\nbf16", "speedup_over_bf16", 2),
+    ui.text("codec"),
+    ui.text("strategy"),
+    ui.number("rate"),
+    ui.number("ms", "seconds_median", 1, 1e3),
+    ui.number("ideal\nms", "ideal_seconds", 1, 1e3),
+    ui.number("codec\nms", "codec_seconds", 1, 1e3),
+    ui.number("MB\nper rank", "wire_bytes_per_rank", 3, 1e-6),
+    ui.number("gloo\nms", "baseline_seconds_median", 1, 1e3),
+    ui.number("x\ngloo", "speedup", 2),
+    ui.number("x\nbf16", "speedup_over_bf16", 2),
 ]
 OVERHEAD_COLUMNS = [
-    text("codec"),
-    number("tasks"),
-    number("sync\nms", "seconds_median", 2, 1e3),
-    number("codec\nms", "codec_seconds_median", 2, 1e3),
-    number("us per\ntask", "overhead_seconds_per_task", 1, 1e6),
-    number("ms per\n500 tasks", "overhead_seconds_500_tasks", 2, 1e3),
+    ui.text("codec"),
+    ui.number("tasks"),
+    ui.number("sync\nms", "seconds_median", 2, 1e3),
+    ui.number("codec\nms", "codec_seconds_median", 2, 1e3),
+    ui.number("us per\ntask", "overhead_seconds_per_task", 1, 1e6),
+    ui.number("ms per\n500 tasks", "overhead_seconds_500_tasks", 2, 1e3),
 ]
 
 
@@ -202,7 +192,7 @@ OVERHEAD_COLUMNS = [
 class TrainCluster(ClusterOptions):
     """A cluster that may have one host."""
 
-    hosts: Annotated[int, typer.Option(min=1, max=MOST_HOSTS, help="Hosts, one rank each.")] = 4
+    hosts: Annotated[int, Option(min=1, max=MOST_HOSTS, help="Hosts, one rank each.")] = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,18 +202,15 @@ class TrainOptions:
     model: Models = "vgg,gpt"
     batch: Batch = None
     codec: Annotated[
-        str,
-        typer.Option(help="Codec expressions, separated by commas; auto decides among the others."),
+        str, Option(help="Codec expressions, separated by commas; auto decides among the others.")
     ] = "onebit,dgc(ratio=0.001)"
     strategy: Strategies = "ps"
     hooks: Annotated[
-        str, typer.Option(help="Torch's own hooks to compare with; ddp is always among them.")
+        str, Option(help="Torch's own hooks to compare with; ddp is always among them.")
     ] = "ddp,fp16,powersgd-1,powersgd-2,powersgd-4"
     bucket_mb: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Bucket of DDP in MiB; if not given, its default: 25, the first 1."
-        ),
+        Option(min=1, help="Bucket of DDP in MiB; if not given, its default: 25, the first 1."),
     ] = None
     repeats: Repeats = 5
     steps: StepsPerRound = 2
@@ -282,10 +269,10 @@ def train(cluster: TrainCluster, options: TrainOptions, json: JsonFile = None) -
     from hipress.bench.cluster import run
     from hipress.bench.train import rows
 
-    output = JsonOutput(json, "bench train")
+    output = ui.JsonOutput(json, "bench train")
     benchmarks = options.benchmarks(cluster)
     found = []
-    with progress_bar(len(benchmarks)) as begin:
+    with ui.progress_bar(len(benchmarks)) as begin:
         for one in benchmarks:
             on_part = begin(f"{one.model}, {one.rate}")
             found += rows(one, run("hipress.bench.train", one, cluster.timeout, on_part))
@@ -294,30 +281,30 @@ def train(cluster: TrainCluster, options: TrainOptions, json: JsonFile = None) -
         f"Training steps, {first['hosts']} hosts, {first['device']}, medians of "
         f"{first['repeats']} rounds of {first['steps']} step(s)"
     )
-    print_table(title, TRAIN_COLUMNS, found, to_stderr=output.is_stdout)
+    ui.print_table(title, TRAIN_COLUMNS, found, to_stderr=output.is_stdout)
     output.write(found)
-    report_problems(found)
+    ui.report_problems(found)
 
 
-def _megabytes(row: Row) -> str | None:
+def _megabytes(row: ui.Row) -> str | None:
     """Shows bytes on the wire; without an interface to count them, what the engine counted."""
     field = "interface_bytes_per_rank"
     if row[field] is None:
         field = "wire_bytes_per_rank"
-    return fixed(field, 3, scale=1e-6)(row)
+    return ui.fixed(field, 3, scale=1e-6)(row)
 
 
 TRAIN_COLUMNS = [
-    text("model"),
-    Column(header="variant", show=lambda row: row["codec"] or row["variant"], is_text=True),
-    text("strategy"),
-    number("rate"),
-    number("ms per\nstep", "seconds_median", 1, 1e3),
-    number("x\nddp", "speedup", 2),
-    number("removed\n%", "exposed_removed", 1, 100),
-    Column(header="MB\nper rank", show=_megabytes),
-    number("extra\nMB", "extra_memory_bytes", 1, 1e-6),
-    text("note"),
+    ui.text("model"),
+    ui.Column(header="variant", show=lambda row: row["codec"] or row["variant"], is_text=True),
+    ui.text("strategy"),
+    ui.number("rate"),
+    ui.number("ms per\nstep", "seconds_median", 1, 1e3),
+    ui.number("x\nddp", "speedup", 2),
+    ui.number("removed\n%", "exposed_removed", 1, 100),
+    ui.Column(header="MB\nper rank", show=_megabytes),
+    ui.number("extra\nMB", "extra_memory_bytes", 1, 1e-6),
+    ui.text("note"),
 ]
 
 
@@ -328,14 +315,14 @@ TRAIN_COLUMNS = [
 class PredictionCluster:
     """Clusters of several sizes, always with links."""
 
-    hosts: Annotated[str, typer.Option(help="Hosts, one rank each, separated by commas.")] = "2,4"
-    rate: Annotated[str, typer.Option(help="Rates of each host's link, separated by commas.")] = (
+    hosts: Annotated[str, Option(help="Hosts, one rank each, separated by commas.")] = "2,4"
+    rate: Annotated[str, Option(help="Rates of each host's link, separated by commas.")] = (
         "100mbit,300mbit,1gbit"
     )
     delay: Delay = "none"
     device: Device = "cpu"
     timeout: Annotated[
-        float | None, typer.Option(min=1, help="Seconds after which a run is given up.")
+        float | None, Option(min=1, help="Seconds after which a run is given up.")
     ] = None
 
     def clusters(self) -> list[ClusterOptions]:
@@ -377,7 +364,7 @@ def prediction(
     from hipress.bench.train import rows as train_rows
     from hipress.cli import profile
 
-    output = JsonOutput(json, "bench prediction")
+    output = ui.JsonOutput(json, "bench prediction")
     timed = TrainOptions(
         codec=codec, strategy=strategy, hooks=BASELINE, repeats=repeats, steps=steps
     )
@@ -390,7 +377,7 @@ def prediction(
         for one in cluster.clusters()
     ]
     found: list[dict[str, Any]] = []
-    with progress_bar(len(pairs)) as begin:
+    with ui.progress_bar(len(pairs)) as begin:
         for profiled, benchmark in pairs:
             where = f"{benchmark.num_hosts} hosts, {benchmark.rate}"
             on_part = begin(f"{benchmark.model}, {where}")
@@ -399,19 +386,19 @@ def prediction(
             result = run("hipress.bench.train", benchmark, cluster.timeout, on_rest)
             found += rows(measured, train_rows(benchmark, result), BASELINE)
     columns = [
-        text("model"),
-        number("hosts"),
-        number("rate"),
-        Column(header="codec", show=lambda row: row["codec"] or "ddp", is_text=True),
-        text("strategy"),
-        number("measured\nms", "measured_seconds", 1, 1e3),
-        number("simulated\nms", "simulated_seconds", 1, 1e3),
-        number("error\n%", "error", 1, 100),
+        ui.text("model"),
+        ui.number("hosts"),
+        ui.number("rate"),
+        ui.Column(header="codec", show=lambda row: row["codec"] or "ddp", is_text=True),
+        ui.text("strategy"),
+        ui.number("measured\nms", "measured_seconds", 1, 1e3),
+        ui.number("simulated\nms", "simulated_seconds", 1, 1e3),
+        ui.number("error\n%", "error", 1, 100),
     ]
     title = "Simulated and measured training steps"
-    print_table(title, columns, found, to_stderr=output.is_stdout)
+    ui.print_table(title, columns, found, to_stderr=output.is_stdout)
     output.write(found)
-    report_problems(found)
+    ui.report_problems(found)
     _check_errors(found)
 
 

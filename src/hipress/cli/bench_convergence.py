@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
+from hipress.cli import ui
 from hipress.cli.options import (
     PROCESS_BYTES,
     ClusterOptions,
@@ -19,18 +21,6 @@ from hipress.cli.options import (
     refuse,
     split_expressions,
     takes_options,
-)
-from hipress.cli.ui import (
-    Column,
-    JsonOutput,
-    Row,
-    check_writable,
-    number,
-    print_table,
-    progress_bar,
-    report_problems,
-    text,
-    writing,
 )
 from hipress.errors import UsageError
 
@@ -50,56 +40,52 @@ class ConvergenceOptions:
 
     data: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="digits, fashion-mnist, or all of them; if not given, both, the second only "
             "where its folder is known."
         ),
     ] = None
     codecs: Annotated[
-        str | None, typer.Option(help="Codec expressions, separated by commas; all if not given.")
+        str | None, Option(help="Codec expressions, separated by commas; all if not given.")
     ] = None
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per codec; their mean counts.")] = 3
+    seeds: Annotated[int, Option(min=1, help="Runs per codec; their mean counts.")] = 3
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Virtual workers of a run; 4 if not given.")
+        int | None, Option(min=1, help="Virtual workers of a run; 4 if not given.")
     ] = None
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of a run; if not given, the task's own.")
+        int | None, Option(min=1, help="Steps of a run; if not given, the task's own.")
     ] = None
     learning_rate: Annotated[
-        float | None,
-        typer.Option(min=LEAST_RATE, help="At the start; if not given, the task's own."),
+        float | None, Option(min=LEAST_RATE, help="At the start; if not given, the task's own.")
     ] = None
     jobs: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Runs at a time, 1 if not given; the results do not depend on it."
-        ),
+        Option(min=1, help="Runs at a time, 1 if not given; the results do not depend on it."),
     ] = None
     hosts: Annotated[
         int | None,
-        typer.Option(min=2, max=64, help="Train over a network instead: hosts, one rank each."),
+        Option(min=2, max=64, help="Train over a network instead: hosts, one rank each."),
     ] = None
     rate: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="With --hosts the rate of each host's link, each way; 1gbit if not given, none "
             "as fast as this machine can. Without --hosts the learning rate."
         ),
     ] = None
     strategy: Annotated[
         str | None,
-        typer.Option(help="With --hosts: ps, ring, hierarchical or allreduce; ps if not given."),
+        Option(help="With --hosts: ps, ring, hierarchical or allreduce; ps if not given."),
     ] = None
     loopback: Loopback = False
     timeout: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0, help="With --hosts: seconds after which the runs of a data set are given up."
         ),
     ] = None
     data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder of Fashion-MNIST; if not given, HIPRESS_FASHION_MNIST."),
+        Path | None, Option(help="Folder of Fashion-MNIST; if not given, HIPRESS_FASHION_MNIST.")
     ] = None
 
     @property
@@ -122,9 +108,9 @@ def convergence(
     options: ConvergenceOptions,
     json: JsonFile = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Put the table between the markers of this page.")
+        Path | None, Option(help="Put the table between the markers of this page.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the curves to this file.")] = None,
 ) -> None:
     """Train with every codec and with none, and compare test accuracies.
 
@@ -136,7 +122,7 @@ def convergence(
     the same seed and number of steps, the mean of all seeds.
     Exit code 1: ranks of a run ended with different parameters.
     """
-    output = JsonOutput(json, "bench convergence")
+    output = ui.JsonOutput(json, "bench convergence")
     check_outputs(markdown, plot)
     if options.hosts is None:
         network = {name: getattr(options, name) for name in ("strategy", "loopback", "timeout")}
@@ -155,7 +141,7 @@ def convergence(
 
         draw_accuracies(plot, {_title(group[0]): group for group in by_data(rows)})
     if options.hosts is not None:
-        report_problems(rows)
+        ui.report_problems(rows)
 
 
 def _learning_rate(options: ConvergenceOptions) -> float | None:
@@ -202,7 +188,7 @@ def _rows(options: ConvergenceOptions) -> list[dict[str, Any]]:
     for task in tasks:  # a missing second data set must not cost the minutes of the first
         check(task, expressions, **shared)
     rows = []
-    with progress_bar(len(tasks) * options.seeds * len(names_of(expressions))) as begin:
+    with ui.progress_bar(len(tasks) * options.seeds * len(names_of(expressions))) as begin:
         for task in tasks:
             rows += compare(
                 task,
@@ -221,7 +207,7 @@ def _cluster_rows(options: ConvergenceOptions, hosts: int) -> list[dict[str, Any
 
     benchmarks = _benchmarks(options, hosts)
     rows = []
-    with progress_bar(len(benchmarks)) as begin:
+    with ui.progress_bar(len(benchmarks)) as begin:
         for one in benchmarks:
             on_part = begin(f"{one.data}, {hosts} hosts")
             found = cluster.run("hipress.bench.convergence", one, options.timeout, on_part)
@@ -230,7 +216,7 @@ def _cluster_rows(options: ConvergenceOptions, hosts: int) -> list[dict[str, Any
 
 
 def _benchmarks(options: ConvergenceOptions, hosts: int) -> list[ConvergenceBenchmark]:
-    """Returns what the ranks are told for each data set; refuses all that can be refused."""
+    """Returns what the ranks train, for each data set; refuses all that can be refused."""
     from hipress.bench.convergence import ConvergenceBenchmark
     from hipress.casync.graphs.strategies import check as check_strategy
     from hipress.train.compare import check, loaded, names_of
@@ -268,30 +254,27 @@ def _benchmarks(options: ConvergenceOptions, hosts: int) -> list[ConvergenceBenc
 # --- table and page -------------------------------------------------------------------------------
 
 
-def print_rows(rows: Sequence[Row], *, to_stderr: bool = False) -> None:
+def print_rows(rows: Sequence[ui.Row], *, to_stderr: bool = False) -> None:
     """Prints one table for each data set."""
-    ways = [
-        number("times smaller\nout", "ratio_out", 1),
-        number("\nback", "ratio_back", 1),
-    ]
+    ways = [ui.number("times smaller\nout", "ratio_out", 1), ui.number("\nback", "ratio_back", 1)]
     if "hosts" in rows[0]:  # there bytes are counted on both ways together
         ways = [
-            number("times\nsmaller", "ratio", 1),
-            number("MB per step\nand rank", "wire_bytes_per_rank", 4, 1e-6),
+            ui.number("times\nsmaller", "ratio", 1),
+            ui.number("MB per step\nand rank", "wire_bytes_per_rank", 4, 1e-6),
         ]
     columns = [
-        text("codec"),
+        ui.text("codec"),
         *ways,
-        number("accuracy\n%", "accuracy", 2),
-        Column(header="difference\npoints", show=lambda row: _signed(row["difference"])),
-        Column(header="over seeds\nfrom .. to", show=_spread),
-        Column(header="within\n1 point", show=_verdict),
+        ui.number("accuracy\n%", "accuracy", 2),
+        ui.Column(header="difference\npoints", show=lambda row: _signed(row["difference"])),
+        ui.Column(header="over seeds\nfrom .. to", show=_spread),
+        ui.Column(header="within\n1 point", show=_verdict),
     ]
     for group in by_data(rows):
-        print_table(_title(group[0]), columns, group, to_stderr=to_stderr)
+        ui.print_table(_title(group[0]), columns, group, to_stderr=to_stderr)
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[ui.Row]) -> str:
     """Returns the rows as one Markdown table: a line per codec, the data sets side by side."""
     groups = by_data(rows)
     header = ["codec"]
@@ -307,10 +290,10 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
-def write_markdown(path: Path, rows: Sequence[Row]) -> None:
+def write_markdown(path: Path, rows: Sequence[ui.Row]) -> None:
     """Puts the table between the two marker lines of a page."""
     head, tail = _around_table(path)
-    with writing(path, "--markdown"):
+    with ui.writing(path, "--markdown"):
         path.write_text(f"{head}{BEGIN}\n\n{markdown(rows)}\n{END}{tail}", "utf-8")
 
 
@@ -318,7 +301,7 @@ def check_outputs(page: Path | None, picture: Path | None) -> None:
     """Refuses a page or a picture that cannot be made, before the runs cost minutes."""
     if page is not None:
         _around_table(page)
-        check_writable(page, "--markdown")
+        ui.check_writable(page, "--markdown")
     if picture is None:
         return
     from hipress.bench.plots import figure
@@ -331,7 +314,7 @@ def check_outputs(page: Path | None, picture: Path | None) -> None:
         )
 
 
-def by_data(rows: Sequence[Row]) -> list[list[Row]]:
+def by_data(rows: Sequence[ui.Row]) -> list[list[ui.Row]]:
     """Returns the rows of each data set, in order."""
     names = dict.fromkeys(row["data"] for row in rows)
     return [[row for row in rows if row["data"] == name] for name in names]
@@ -355,7 +338,7 @@ def _around_table(page: Path) -> tuple[str, str]:
     return head, tail
 
 
-def _title(row: Row) -> str:
+def _title(row: ui.Row) -> str:
     who, rate = f"{row['num_workers']} worker(s)", row["rate"]
     if "hosts" in row:
         link = "" if row["rate"] == "none" else f" at {row['rate']}"
@@ -366,7 +349,7 @@ def _title(row: Row) -> str:
     )
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ui.Row) -> list[str]:
     difference = f"{_signed(row['difference'])} ({_spread(row)})"
     ratios = (
         f"{row['ratio']:.1f}"
@@ -380,9 +363,9 @@ def _signed(value: float) -> str:
     return f"{value:+.2f}"
 
 
-def _spread(row: Row) -> str:
+def _spread(row: ui.Row) -> str:
     return f"{_signed(row['difference_min'])} .. {_signed(row['difference_max'])}"
 
 
-def _verdict(row: Row) -> str:
+def _verdict(row: ui.Row) -> str:
     return "yes" if row["within"] else "**no**"

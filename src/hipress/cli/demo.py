@@ -14,18 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
+from hipress.cli import ui
 from hipress.cli.options import JsonFile, takes_options
-from hipress.cli.ui import (
-    Column,
-    DemoView,
-    JsonOutput,
-    Row,
-    demo_view,
-    number,
-    print_table,
-    text,
-)
 from hipress.errors import HipressError, LabError, UsageError
 
 if TYPE_CHECKING:
@@ -46,13 +38,11 @@ LONGEST_S = 600.0
 class DemoOptions:
     """What both trainings have in common."""
 
-    hosts: Annotated[int, typer.Option(min=2, max=16, help="Emulated hosts, a rank each.")] = 4
-    rate: Annotated[str | None, typer.Option(help="Rate of each host's link, each way.")] = (
-        "100mbit"
-    )
+    hosts: Annotated[int, Option(min=2, max=16, help="Emulated hosts, a rank each.")] = 4
+    rate: Annotated[str | None, Option(help="Rate of each host's link, each way.")] = "100mbit"
     """None where links cannot be emulated."""
-    steps: Annotated[int, typer.Option(min=10, help="Steps of each run.")] = 120
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0
+    steps: Annotated[int, Option(min=10, help="Steps of each run.")] = 120
+    seed: Annotated[int, Option(min=0, help="Seed of weights and batches.")] = 0
 
     @property
     def where(self) -> str:
@@ -74,8 +64,8 @@ class DemoOptions:
 @takes_options
 def demo(
     options: DemoOptions,
-    codec: Annotated[str, typer.Option(help="Codec expression of the second run.")] = CODEC,
-    plot: Annotated[Path, typer.Option(help="PNG of the loss over time.")] = Path("demo.png"),
+    codec: Annotated[str, Option(help="Codec expression of the second run.")] = CODEC,
+    plot: Annotated[Path, Option(help="PNG of the loss over time.")] = Path("demo.png"),
     json: JsonFile = None,
 ) -> None:
     """Train the same model on an emulated cluster, without and with compression.
@@ -88,7 +78,7 @@ def demo(
     from hipress.lab.links import parse_rate
     from hipress.train.virtual_sync import PLAIN
 
-    output = JsonOutput(json, "demo")
+    output = ui.JsonOutput(json, "demo")
     _check_plot(plot)
     hipress.codec(codec)
     parse_rate(options.rate)
@@ -101,20 +91,20 @@ def demo(
     if why:
         typer.echo(f"Links cannot be emulated here: {why} Nothing is slow, then.", err=True)
     started = time.monotonic()
-    with demo_view() as view:
+    with ui.demo_view() as view:
         rows = [_train(options, name, view) for name in dict.fromkeys((PLAIN, codec))]
     for row in rows:
         row["speedup"] = row["steps_per_s"] / rows[0]["steps_per_s"]
     columns = [
-        text("gradients", "codec"),
-        number("steps/s", "steps_per_s", 2),
-        Column(header="speed-up", show=lambda row: f"{row['speedup']:.1f} x"),
-        number("seconds", digits=1),
-        Column(header="MB sent per\nrank and step", show=_megabytes),
-        number("accuracy\n%", "accuracy", 1),
+        ui.text("gradients", "codec"),
+        ui.number("steps/s", "steps_per_s", 2),
+        ui.Column(header="speed-up", show=lambda row: f"{row['speedup']:.1f} x"),
+        ui.number("seconds", digits=1),
+        ui.Column(header="MB sent per\nrank and step", show=_megabytes),
+        ui.number("accuracy\n%", "accuracy", 1),
     ]
     title = f"{options.steps} steps of {MODEL} on digits, {options.hosts} hosts, {options.where}"
-    print_table(title, columns, rows, to_stderr=output.is_stdout)
+    ui.print_table(title, columns, rows, to_stderr=output.is_stdout)
     _draw(plot, rows, options)
     typer.echo(
         f"The loss over time is in {plot}. It took {time.monotonic() - started:.0f} s in all.\n"
@@ -124,7 +114,7 @@ def demo(
     output.write(rows)
 
 
-def _megabytes(row: Row) -> str | None:
+def _megabytes(row: ui.Row) -> str | None:
     """Shows bytes by the interfaces' count; without interfaces, by the engine's."""
     return f"{(row['interface_bytes_per_step'] or row['wire_bytes_per_step']) / 1e6:.2f}"
 
@@ -147,7 +137,7 @@ def _refusal(rate: str) -> str | None:
     return None
 
 
-def _train(options: DemoOptions, codec: str, view: DemoView) -> dict[str, Any]:
+def _train(options: DemoOptions, codec: str, view: ui.DemoView) -> dict[str, Any]:
     """Trains on a lab of its own; returns what rank 0 logs and what the interfaces count."""
     from hipress.lab import Lab
 

@@ -2,30 +2,25 @@
 what compression would give a job (in `doctor_job`).
 """
 
-import importlib
-import importlib.metadata
 import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
-import tempfile
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from typer import Option
 
 import hipress
 from hipress import settings
+from hipress.bench import machine
+from hipress.bench.machine import Facts
 from hipress.cli.options import Batch
 from hipress.cli.simulate import MOST_NODES
 from hipress.cli.ui import print_table, progress_bar, text
 from hipress.errors import HipressError
-
-Facts = dict[str, Any]
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "data": ("pillow", "scikit-learn"),
@@ -41,30 +36,25 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 app = typer.Typer()
 
-_PROC_CGROUP = Path("/proc/self/cgroup")
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-# cgroup v1 writes "no limit" as the largest multiple of the page size; v2 writes "max".
-_NO_LIMIT_BYTES = 1 << 60
-
 
 @app.command(epilog="Example: hipress doctor --model resnet50 --hosts 8 --rate 10gbit")
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option(help="A built-in model (docs/models.md): say what compression would give it."),
+        Option(help="A built-in model (docs/models.md): say what compression would give it."),
     ] = None,
     hosts: Annotated[
-        int | None, typer.Option(min=1, max=MOST_NODES, help="Hosts of that job; 4 if not given.")
+        int | None, Option(min=1, max=MOST_NODES, help="Hosts of that job; 4 if not given.")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(help="Rate of each host's link; 1gbit if not given.")
+        str | None, Option(help="Rate of each host's link; 1gbit if not given.")
     ] = None,
     codec: Annotated[
-        str | None, typer.Option(help="Codecs, separated by commas; int8,onebit if not given.")
+        str | None, Option(help="Codecs, separated by commas; int8,onebit if not given.")
     ] = None,
     batch: Batch = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object in place of the table.")
+        bool, Option("--json", help="Print one JSON object in place of the table.")
     ] = False,
 ) -> None:
     """Say what this machine has, what is missing, and which backend will be used and why.
@@ -98,9 +88,9 @@ def doctor(
 
 def examine() -> Facts:
     """Returns everything the doctor knows, as plain values ready for JSON."""
-    torch, devices = torch_facts()
-    numba = import_facts("numba")
-    triton = package_version("triton")
+    torch, devices = machine.torch_facts()
+    numba = machine.import_facts("numba")
+    triton = machine.package_version("triton")
     problems = []
     if torch["error"]:
         problems.append(f"torch cannot be imported ({torch['error']}); install it with pip")
@@ -129,8 +119,8 @@ def examine() -> Facts:
         "numba": numba,
         "triton": {"version": triton},
         "cuda_devices": devices,
-        "cores": core_facts(),
-        "memory": memory_facts(),
+        "cores": machine.core_facts(),
+        "memory": machine.memory_facts(),
         "cache": cache,
         "settings": values,
         "unknown_variables": [
@@ -200,7 +190,7 @@ def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:
         try:
             value = settings.read(setting)
             if setting is settings.CACHE_DIR:
-                cache = folder_facts(value)
+                cache = machine.folder_facts(value)
         except HipressError as error:
             problems.append(str(error))
             row["valid"] = False
@@ -211,7 +201,7 @@ def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:
 def _extras() -> Facts:
     report: Facts = {}
     for extra, packages in EXTRAS.items():
-        versions = {package: package_version(package) for package in packages}
+        versions = {package: machine.package_version(package) for package in packages}
         complete = None not in versions.values()
         install = None if complete else f"pip install {shlex.quote(f'hipress[{extra}]')}"
         report[extra] = {"packages": versions, "install": install}
@@ -219,7 +209,7 @@ def _extras() -> Facts:
 
 
 def _lab() -> Facts:
-    facts = lab_facts()
+    facts = machine.lab_facts()
     if facts["pyroute2"] is None:
         verdict = "no: pyroute2 is missing"
     elif facts["root"] and facts["network_namespaces"]:
@@ -280,164 +270,3 @@ def _version(facts: Facts) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
-
-
-# --- facts about this machine ---------------------------------------------------------------------
-
-
-def package_version(name: str) -> str | None:
-    """Returns the version of an installed package without importing it, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def import_facts(name: str) -> Facts:
-    """Imports a package and returns its version, or why it cannot be imported."""
-    try:
-        # Not only ImportError: a numba that does not fit its numpy fails in other ways.
-        return {"version": str(importlib.import_module(name).__version__), "error": None}
-    except Exception as error:
-        return {"version": None, "error": _first_line(error)}
-
-
-def torch_facts() -> tuple[Facts, list[Facts]]:
-    """Returns what torch is built for and the CUDA devices that it can use."""
-    facts = import_facts("torch")
-    if facts["error"]:
-        return {**facts, "build": None, "note": None}, []
-    import torch
-
-    build = "cpu"
-    if torch.version.cuda:
-        build = f"cuda {torch.version.cuda}"
-    elif torch.version.hip:
-        build = f"rocm {torch.version.hip}"
-    # A driver that is too old shows only as a warning here, and is worth a line.
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        properties = [torch.cuda.get_device_properties(index) for index in range(count)]
-    note = _first_line(caught[0].message) if caught else None
-    devices = [
-        {
-            "name": device.name,
-            "capability": f"{device.major}.{device.minor}",
-            "memory_bytes": device.total_memory,
-        }
-        for device in properties
-    ]
-    return {**facts, "build": build, "note": note}, devices
-
-
-def core_facts() -> Facts:
-    """Returns how many cores there are, and how many of them this process may use."""
-    installed = os.cpu_count() or 1
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else installed
-    quota = cgroup_cores()
-    usable = affinity if quota is None else max(1, min(affinity, int(quota)))
-    return {"installed": installed, "affinity": affinity, "cgroup_quota": quota, "usable": usable}
-
-
-def memory_facts() -> Facts:
-    """Returns the memory of the machine and the cgroup's limit on this process, in bytes."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = cgroup_memory_bytes()
-    return {
-        "total_bytes": total,
-        "cgroup_limit_bytes": limit,
-        "usable_bytes": total if limit is None else min(total, limit),
-    }
-
-
-def cgroup_cores(proc: Path = _PROC_CGROUP, root: Path = _CGROUP_ROOT) -> float | None:
-    """Returns the CPU quota of this process's cgroups in cores, or None where there is none."""
-    quotas = []
-    for folder in _cgroup_folders("cpu", proc, root):
-        if (v2 := _read_words(folder / "cpu.max")) and v2[0] != "max":
-            quotas.append(int(v2[0]) / int(v2[1]))
-        quota, period = (_read_words(folder / f"cpu.cfs_{part}_us") for part in ("quota", "period"))
-        if quota and period and int(quota[0]) > 0:
-            quotas.append(int(quota[0]) / int(period[0]))
-    return min(quotas, default=None)
-
-
-def cgroup_memory_bytes(proc: Path = _PROC_CGROUP, root: Path = _CGROUP_ROOT) -> int | None:
-    """Returns the memory limit of this process's cgroups, or None where there is none."""
-    limits = []
-    for folder in _cgroup_folders("memory", proc, root):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            if (words := _read_words(folder / name)) and words[0] != "max":
-                limits.append(int(words[0]))
-    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
-
-
-def folder_facts(path: Path) -> Facts:
-    """Returns whether files can be written in a folder, or in the one it would be made in."""
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
-    try:
-        # A real file, gone when closed: permission bits do not show read-only mounts.
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-    except OSError as error:
-        return {"path": str(path), "writable": False, "error": f"{nearest}: {error.strerror}"}
-    return {"path": str(path), "writable": True, "error": None}
-
-
-def lab_facts() -> Facts:
-    """Returns what this process may do for an emulated cluster."""
-    root = hasattr(os, "geteuid") and os.geteuid() == 0
-    return {
-        "root": root,
-        "network_namespaces": _can_unshare(_CLONE_NEWNET),
-        "user_namespaces": _can_unshare(_CLONE_NEWUSER | _CLONE_NEWNET),
-        "pyroute2": package_version("pyroute2"),
-    }
-
-
-_CLONE_NEWUSER = 0x10000000
-_CLONE_NEWNET = 0x40000000
-_UNSHARE = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(int(sys.argv[1])) != 0)"
-
-
-def _can_unshare(flags: int) -> bool:
-    """Tries to enter new namespaces in a child, since each system has its own way to forbid it."""
-    try:
-        child = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _UNSHARE, str(flags)],
-            capture_output=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return child.returncode == 0
-
-
-def _cgroup_folders(controller: str, proc: Path, root: Path) -> list[Path]:
-    """Returns this process's cgroup folders for a controller, v2 and v1, each with its parents."""
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:
-        # "0::/path" is the v2 tree, "4:memory:/path" a v1 tree of its own.
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = root / controller if controllers else root
-        leaf = base / path.lstrip("/")
-        folders += [folder for folder in (leaf, *leaf.parents) if folder.is_relative_to(base)]
-    return folders
-
-
-def _read_words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
-
-
-def _first_line(value: object) -> str:
-    return (str(value).strip().splitlines() or [type(value).__name__])[0]

@@ -80,6 +80,12 @@ class JobReport:
     timed_batch: int
 
     @property
+    def model(self) -> ModelProfile:
+        """The timed model."""
+        assert self.profile.model is not None
+        return self.profile.model
+
+    @property
     def best(self) -> dict[str, Any]:
         """The fastest row."""
         return min(self.rows, key=lambda row: float(row["step_s"]))
@@ -88,12 +94,10 @@ class JobReport:
     def error(self) -> float:
         """The relative error of a speed-up: the simulator's error and those of its input, taken as
         independent."""
-        model = self.profile.model
-        assert model is not None
         used = [c for c in self.profile.codecs if c.codec == self.best["codec"]]
         used = used or [c for c in self.profile.codecs if c.codec != "none"]
         fits = [curve.error for c in used for curve in (c.encode, c.decode, c.add, c.back)]
-        return math.hypot(PREDICTION_ERROR, model.error, max(fits, default=0.0))
+        return math.hypot(PREDICTION_ERROR, self.model.error, max(fits, default=0.0))
 
     @property
     def pays(self) -> str:
@@ -270,8 +274,7 @@ def limit(profile: Profile, num_ranks: int, codec: str, strategy: str) -> str:
 
 def as_json(found: JobReport) -> dict[str, Any]:
     """Returns plain values for `--json`."""
-    model, best = found.profile.model, found.best
-    assert model is not None
+    model, best = found.model, found.best
     rate = found.break_even_bits
     return {
         "command": "doctor",
@@ -295,8 +298,7 @@ def as_json(found: JobReport) -> dict[str, Any]:
 
 def paragraph(found: JobReport) -> str:
     """Returns what compression would give this job, how sure that is, and what limits it."""
-    job, best, model = found.job, found.best, found.profile.model
-    assert model is not None
+    job, best, model = found.job, found.best, found.model
     plain = found.rows[0]
     low, high = best["speedup"] / (1 + found.error), best["speedup"] * (1 + found.error)
     what = _choice(found)
@@ -325,7 +327,7 @@ def paragraph(found: JobReport) -> str:
 def _break_even_text(found: JobReport) -> str:
     rate = found.break_even_bits
     if found.job.hosts == 1:
-        return "One host has nobody to exchange gradients with."
+        return "One host exchanges no gradients."
     if rate is None:
         return "With these codecs compression pays at no rate."
     if math.isinf(rate):
@@ -350,7 +352,11 @@ def advice(found: JobReport) -> str:
             "leave it uncompressed; hipress.attach(model) finds the same and stays out of the way"
         )
     codec, strategy = fixed_choices(found.rows)[0]
-    call = f'codec="{codec}", strategy="{strategy}"' if best["codec"] != PLAN else ""
+    by_name = ""
+    if best["codec"] != PLAN:
+        warning = "" if codec in CAREFUL else " (docs/convergence.md says what it does to accuracy)"
+        call = f'hipress.attach(model, codec="{codec}", strategy="{strategy}")'
+        by_name = f", sync = {call} takes this codec{warning}"
     hosts, rate = min(job.hosts, LAB_HOSTS), _lab_rate(job.rate)
     batch = "" if job.batch is None else f" --batch {job.batch}"
     limits = []
@@ -362,16 +368,8 @@ def advice(found: JobReport) -> str:
     return (
         f"hipress bench train --model {job.model} --hosts {hosts} --rate {rate}{batch} --codec "
         f"'{codec}' --strategy {strategy} measures it in {lab}; in a script of yours, "
-        f"sync = hipress.attach(model) decides on the job itself{_or_by_name(codec, call)}"
+        f"sync = hipress.attach(model) decides on the job itself{by_name}"
     )
-
-
-def _or_by_name(codec: str, call: str) -> str:
-    """Returns how to get the codec that was found, and a warning where one is due."""
-    if not call:
-        return ""
-    minds = "" if codec in CAREFUL else " (docs/convergence.md says what it does to accuracy)"
-    return f", sync = hipress.attach(model, {call}) takes this codec{minds}"
 
 
 def _lab_rate(text: str) -> str:

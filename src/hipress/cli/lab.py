@@ -6,6 +6,7 @@ import sys
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from hipress.cli.options import Delay, Loopback
 
@@ -26,21 +27,19 @@ def lab() -> None:
     context_settings={"allow_interspersed_args": False},
 )
 def run(
-    command: Annotated[list[str], typer.Argument(help="The command, run once per rank.")],
-    hosts: Annotated[int, typer.Option(help="How many hosts, up to 64.")] = 2,
+    command: Annotated[list[str], Argument(help="The command, run once per rank.")],
+    hosts: Annotated[int, Option(help="How many hosts, up to 64.")] = 2,
     rate: Annotated[
         str,
-        typer.Option(
-            help="Rate of each host's link, each way: 1gbit, or one per host: 1gbit,100mbit."
-        ),
+        Option(help="Rate of each host's link, each way: 1gbit, or one per host: 1gbit,100mbit."),
     ] = "none",
     delay: Delay = "none",
-    loss: Annotated[str, typer.Option(help="Share of the packets that is lost: 0.1%.")] = "none",
+    loss: Annotated[str, Option(help="Share of the packets that is lost: 0.1%.")] = "none",
     ranks_per_host: Annotated[
-        str, typer.Option(help="Ranks on each host: 2, or one number per host: 2,1,1.")
+        str, Option(help="Ranks on each host: 2, or one number per host: 2,1,1.")
     ] = "1",
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds after which all ranks are ended.")
+        float | None, Option(min=0, help="Seconds after which all ranks are ended.")
     ] = None,
     loopback: Loopback = False,
 ) -> None:

@@ -8,41 +8,39 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
+from typer import Option
 
+from hipress.bench import machine
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
     from hipress.train.models import Model
 
-JsonFile = Annotated[Path | None, typer.Option(help="Write the rows to this file; - for stdout.")]
-Codecs = Annotated[str, typer.Option(help="Codec expressions, separated by commas.")]
+JsonFile = Annotated[Path | None, Option(help="Write the rows to this file; - for stdout.")]
+Codecs = Annotated[str, Option(help="Codec expressions, separated by commas.")]
 Strategies = Annotated[
-    str, typer.Option(help="ps, ring, hierarchical or allreduce, separated by commas.")
+    str, Option(help="ps, ring, hierarchical or allreduce, separated by commas.")
 ]
-Models = Annotated[str, typer.Option(help="Models (docs/models.md), separated by commas.")]
+Models = Annotated[str, Option(help="Models (docs/models.md), separated by commas.")]
 Batch = Annotated[
-    int | None,
-    typer.Option(min=1, help="Examples per rank and step; the model's own if not given."),
+    int | None, Option(min=1, help="Examples per rank and step; the model's own if not given.")
 ]
-Repeats = Annotated[int, typer.Option(min=1, help="Rounds; the table shows their medians.")]
-StepsPerRound = Annotated[int, typer.Option(min=1, help="Steps in each round.")]
-Size = Annotated[str, typer.Option(help="Gradient size: 100MB, 4MiB, 25e6 (bytes).")]
+Repeats = Annotated[int, Option(min=1, help="Rounds; the table shows their medians.")]
+StepsPerRound = Annotated[int, Option(min=1, help="Steps in each round.")]
+Size = Annotated[str, Option(help="Gradient size: 100MB, 4MiB, 25e6 (bytes).")]
 Rate = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Rate of each host's link, each way; 1gbit if not given. 100mbit,1gbit measures "
         "with both, none as fast as this machine can."
     ),
 ]
-Delay = Annotated[str, typer.Option(help="Time from host to host: 5ms, 100us.")]
+Delay = Annotated[str, Option(help="Time from host to host: 5ms, 100us.")]
 Loopback = Annotated[
-    bool, typer.Option("--loopback", help="Run all ranks on 127.0.0.1 and shape nothing.")
+    bool, Option("--loopback", help="Run all ranks on 127.0.0.1 and shape nothing.")
 ]
-Device = Annotated[str, typer.Option(help="cpu or cuda; with cuda all ranks share the first GPU.")]
-Timeout = Annotated[
-    float | None, typer.Option(min=0, help="Seconds after which a run is given up.")
-]
+Device = Annotated[str, Option(help="cpu or cuda; with cuda all ranks share the first GPU.")]
+Timeout = Annotated[float | None, Option(min=0, help="Seconds after which a run is given up.")]
 
 DEFAULT_RATE = "1gbit"
 PROCESS_BYTES = 300 * 10**6
@@ -59,12 +57,11 @@ def takes_options(command: Command) -> Command:
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type] = {}
-    hints = get_type_hints(command, include_extras=True)
-    for parameter in inspect.signature(command).parameters.values():
-        kind = hints[parameter.name]
+    # Not get_type_hints, which in Python 3.10 hides the metadata of what may be None.
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        kind = parameter.annotation
         if not is_dataclass(kind):
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(parameter.replace(kind=keyword, annotation=kind))
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         assert isinstance(kind, type)
         groups[parameter.name] = kind
@@ -96,7 +93,7 @@ def takes_options(command: Command) -> Command:
 class ClusterOptions:
     """The emulated cluster that a command measures on."""
 
-    hosts: Annotated[int, typer.Option(min=2, max=64, help="Hosts, one rank each.")] = 4
+    hosts: Annotated[int, Option(min=2, max=64, help="Hosts, one rank each.")] = 4
     rate: Rate = None
     delay: Delay = "none"
     loopback: Loopback = False
@@ -159,7 +156,7 @@ def check_device(device: str) -> None:
 
 def check_memory(what: str, needed_bytes: int, advice: str, device: str = "cpu") -> None:
     """Refuses what the memory of this machine, or of its first GPU, cannot hold."""
-    available = available_memory_bytes()
+    available = machine.available_memory_bytes()
     if device == "cuda":
         import torch
 
@@ -169,20 +166,6 @@ def check_memory(what: str, needed_bytes: int, advice: str, device: str = "cpu")
             f"{what} needs {needed_bytes / 1e6:,.0f} MB with all ranks on this machine and "
             f"{available / 1e6:,.0f} MB are available; {advice}."
         )
-
-
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Returns the memory that a process can still get, or None where the system does not say."""
-    from hipress.cli.doctor import cgroup_memory_bytes
-
-    try:
-        words = meminfo.read_text().split()
-    except OSError:
-        return None
-    if "MemAvailable:" not in words:
-        return None
-    free = int(words[words.index("MemAvailable:") + 1]) * 1024
-    return min(free, cgroup_memory_bytes() or free)
 
 
 def refuse(options: object, why: str) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
+from hipress.cli import ui
 from hipress.cli.options import expressions, refuse, takes_options
 from hipress.cli.simulate import MOST_NODES
-from hipress.cli.ui import number, print_table, progress_bar, text
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-_searched = partial(typer.Option, rich_help_panel="From a profile of cluster and model")
-_published = partial(typer.Option, rich_help_panel="As SOSP'21 did, each gradient alone")
+_searched = partial(Option, rich_help_panel="From a profile of cluster and model")
+_published = partial(Option, rich_help_panel="As SOSP'21 did, each gradient alone")
 DEFAULT_NODES = 16
 """The default of the original planner."""
 
@@ -64,7 +65,7 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedOptions:
-    """What the planner of SOSP'21 is told besides its input."""
+    """What the planner of SOSP'21 gets in addition to its input."""
 
     topology: Annotated[str | None, _published(help="PS or RING; PS if not given.")] = None
     nnodes: Annotated[
@@ -89,15 +90,14 @@ def plan(
     whole_step: SearchOptions,
     published: PublishedOptions,
     profile: Annotated[
-        Path | None, typer.Option(help="What hipress profile measured.", metavar="FILE")
+        Path | None, Option(help="What hipress profile measured.", metavar="FILE")
     ] = None,
     secopa_input: Annotated[
-        Path | None,
-        _published(help="Gradients, in lines name,number_of_float32.", metavar="FILE"),
+        Path | None, _published(help="Gradients, in lines name,number_of_float32.", metavar="FILE")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "-o",
             "--output",
             help="Where to write it: .txt as name,size,y|n,partitions, else as JSON; plan.json if "
@@ -106,9 +106,9 @@ def plan(
         ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Print both times of every gradient, and why.")
+        bool, Option("--explain", help="Print both times of every gradient, and why.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Decide what happens to each gradient.
 
@@ -188,7 +188,7 @@ def _plan_alone(path: Path, profile: Path | None, options: PublishedOptions) -> 
 
 
 def _only_codec(profile: Profile) -> str:
-    """Returns the codec of a profile that has one, besides `none`."""
+    """Returns the codec of a profile that has one, `none` aside."""
     names = [costs.codec for costs in profile.codecs if costs.codec != "none"]
     if len(names) != 1:
         known = ", ".join(names) or "none; measure some with hipress profile --codecs"
@@ -221,7 +221,7 @@ def _plan_step(path: Path, options: SearchOptions, output: Path) -> PlanReport:
         strategies.check(name)
     allowed = Budget.read(options.budget)
     check_ranks(profile, [nodes or 1])
-    with progress_bar(1) as begin:
+    with ui.progress_bar(1) as begin:
         begin("searching for the shortest step")
         found = search(
             profile,
@@ -287,18 +287,18 @@ def _print_json(made: PlanReport, path: Path) -> None:
 
 def _print_table(made: PlanReport) -> None:
     columns = [
-        text("gradient"),
-        number("elements"),
-        *([number("ready\nat ms", "ready_s", 1, 1e3)] if made.ready_s else []),
-        text("codec"),
-        text("strategy"),
-        number("partitions"),
-        number("compressed\nms", "compressed_s", 3, 1e3),
-        number("plain\nms", "plain_s", 3, 1e3),
-        text("why", "reason"),
+        ui.text("gradient"),
+        ui.number("elements"),
+        *([ui.number("ready\nat ms", "ready_s", 1, 1e3)] if made.ready_s else []),
+        ui.text("codec"),
+        ui.text("strategy"),
+        ui.number("partitions"),
+        ui.number("compressed\nms", "compressed_s", 3, 1e3),
+        ui.number("plain\nms", "plain_s", 3, 1e3),
+        ui.text("why", "reason"),
     ]
     source = f" of {made.plan.made_from}" if made.plan.made_from else ""
-    print_table(f"Plan{source}; times: {made.times}", columns, _rows(made))
+    ui.print_table(f"Plan{source}; times: {made.times}", columns, _rows(made))
 
 
 def _summary(made: PlanReport) -> str:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
+from hipress.cli import ui
 from hipress.cli.options import (
     Batch,
     ClusterOptions,
@@ -19,7 +21,6 @@ from hipress.cli.options import (
     takes_options,
     timed_model,
 )
-from hipress.cli.ui import check_writable, number, print_table, progress_bar, text
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,19 +43,15 @@ class ProfileCluster(ClusterOptions):
 
     hosts: Annotated[
         int | None,
-        typer.Option(min=1, max=64, help=f"Emulated hosts, a rank each; {HOSTS} if not given."),
+        Option(min=1, max=64, help=f"Emulated hosts, a rank each; {HOSTS} if not given."),
     ] = None  # type: ignore[assignment]
     rate: Annotated[
         str | None,
-        typer.Option(
-            help="Rate of each host's link, each way; 1gbit if not given, none: no limit."
-        ),
+        Option(help="Rate of each host's link, each way; 1gbit if not given, none: no limit."),
     ] = None
     timeout: Annotated[
         float | None,
-        typer.Option(
-            min=1, help=f"Seconds after which it is given up; {LONGEST_S:g} if not given."
-        ),
+        Option(min=1, help=f"Seconds after which it is given up; {LONGEST_S:g} if not given."),
     ] = None
 
 
@@ -63,18 +60,18 @@ class ProfileCluster(ClusterOptions):
 def profile(
     cluster: ProfileCluster,
     model: Annotated[
-        str | None, typer.Option(help="A model (docs/models.md) whose backward is measured.")
+        str | None, Option(help="A model (docs/models.md) whose backward is measured.")
     ] = None,
     batch: Batch = None,
-    codecs: Annotated[str, typer.Option(help="Codec expressions, separated by commas.")] = CODECS,
+    codecs: Annotated[str, Option(help="Codec expressions, separated by commas.")] = CODECS,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure codecs that this machine knows already.")
+        bool, Option("--fresh", help="Measure codecs that this machine knows already.")
     ] = False,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path(
+    output: Annotated[Path, Option("--output", "-o", help="The file to write.")] = Path(
         "profile.json"
     ),
     json: Annotated[
-        bool, typer.Option("--json", help="Print the profile as JSON on stdout, and only that.")
+        bool, Option("--json", help="Print the profile as JSON on stdout, and only that.")
     ] = False,
 ) -> None:
     """Measure links, codecs and a model's backward, with all ranks busy at once.
@@ -99,14 +96,14 @@ def profile(
         )
     if not in_job or rank_of(os.environ) == "0":
         # It makes the file and takes it away: not on all ranks at once.
-        check_writable(output, "--output")
+        ui.check_writable(output, "--output")
     hosts = 0 if in_job else cluster.hosts or HOSTS
     cluster = replace(cluster, hosts=hosts, loopback=cluster.loopback or in_job)
     made = benchmark(cluster, model=model, batch=batch, codecs=codecs, fresh=fresh)
     if in_job:
         found = _in_job(made)
     else:
-        with progress_bar(1) as begin:
+        with ui.progress_bar(1) as begin:
             found = run(made, cluster.timeout or LONGEST_S, begin(made.where))
     if found is None:
         return  # not rank 0
@@ -151,7 +148,7 @@ def benchmark(
     codecs: str,
     fresh: bool = False,
 ) -> ProfileBenchmark:
-    """Returns what the ranks are told; refuses all that can be refused."""
+    """Returns what the ranks measure; refuses all that can be refused."""
     import hipress
     from hipress.bench.profile import LEAST_ELEMENTS, ProfileBenchmark
 
@@ -213,7 +210,7 @@ def _in_job(benchmark: ProfileBenchmark) -> Profile | None:
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
     if world.rank == 0:
-        with progress_bar(1) as begin:
+        with ui.progress_bar(1) as begin:
             move = begin(f"{world.size} ranks")
             found = measure(benchmark, device, lambda done, label: move(done))
     else:
@@ -241,17 +238,17 @@ def show(found: Profile, *, to_stderr: bool = False) -> None:
         rows.append(row)
     if rows:
         columns = [
-            text("codec"),
-            number("encode\nGB/s", "encode", 1),
-            number("decode\nGB/s", "decode", 1),
-            number("add\nGB/s", "add", 1),
-            number("back\nGB/s", "back", 1),
-            number("fixed\nus", "fixed", 0),
-            number("fit\n%", "fit", 1),
-            number("smaller\nx", "ratio", 1),
-            number("error", "error", 3),
+            ui.text("codec"),
+            ui.number("encode\nGB/s", "encode", 1),
+            ui.number("decode\nGB/s", "decode", 1),
+            ui.number("add\nGB/s", "add", 1),
+            ui.number("back\nGB/s", "back", 1),
+            ui.number("fixed\nus", "fixed", 0),
+            ui.number("fit\n%", "fit", 1),
+            ui.number("smaller\nx", "ratio", 1),
+            ui.number("error", "error", 3),
         ]
-        print_table("Codecs, per core or GPU", columns, rows, to_stderr=to_stderr)
+        ui.print_table("Codecs, per core or GPU", columns, rows, to_stderr=to_stderr)
 
 
 def _lines(found: Profile) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from hipress.errors import UsageError
 
@@ -24,47 +25,43 @@ app = typer.Typer()
     context_settings={"allow_interspersed_args": False},
 )
 def run(
-    command: Annotated[list[str], typer.Argument(help="The command, run once per rank.")],
+    command: Annotated[list[str], Argument(help="The command, run once per rank.")],
     hosts: Annotated[
-        str | None,
-        typer.Option("--hosts", "-H", help="Hosts and ranks on each: node1,me@node2:4."),
+        str | None, Option("--hosts", "-H", help="Hosts and ranks on each: node1,me@node2:4.")
     ] = None,
     hosts_file: Annotated[
-        Path | None, typer.Option(help="A JSON list of hosts instead, as docs/launch.md says.")
+        Path | None, Option(help="A JSON list of hosts instead, as docs/launch.md says.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", "-n", help="Ranks on this machine, without ssh.")
+        int | None, Option("--nproc", "-n", help="Ranks on this machine, without ssh.")
     ] = None,
     interface: Annotated[
-        str | None, typer.Option(help="The network card that ranks use on all hosts: eth0.")
+        str | None, Option(help="The network card that ranks use on all hosts: eth0.")
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(help="Send a variable: NAME as it is here, or NAME=VALUE; may be repeated."),
+        Option(help="Send a variable: NAME as it is here, or NAME=VALUE; may be repeated."),
     ] = None,
     directory: Annotated[
-        str | None,
-        typer.Option("--dir", help="Where to run; the name of this folder if not given."),
+        str | None, Option("--dir", help="Where to run; the name of this folder if not given.")
     ] = None,
     python: Annotated[
-        str | None, typer.Option(help="The Python of the hosts; the path of this one if not given.")
+        str | None, Option(help="The Python of the hosts; the path of this one if not given.")
     ] = None,
-    ssh: Annotated[
-        str | None, typer.Option(help='The ssh to use, with options: "ssh -i key".')
-    ] = None,
-    ssh_port: Annotated[int | None, typer.Option(help="Where sshd listens on the hosts.")] = None,
+    ssh: Annotated[str | None, Option(help='The ssh to use, with options: "ssh -i key".')] = None,
+    ssh_port: Annotated[int | None, Option(help="Where sshd listens on the hosts.")] = None,
     port: Annotated[
         int | None,
-        typer.Option(help="Where the first host listens for the others; a free port if not given."),
+        Option(help="Where the first host listens for the others; a free port if not given."),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often all ranks start over when one fails.")
+        int, Option(min=0, help="How often all ranks start over when one fails.")
     ] = 0,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that all ranks together may take to start.")
+        float, Option(min=1, help="Seconds that all ranks together may take to start.")
     ] = 120.0,
     output: Annotated[
-        Path | None, typer.Option(help="A folder for the output of each rank, in rank0.log ...")
+        Path | None, Option(help="A folder for the output of each rank, in rank0.log ...")
     ] = None,
 ) -> None:
     """Run a command once per rank, on this machine or on many over ssh.

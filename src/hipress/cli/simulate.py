@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
+from hipress.cli import ui
 from hipress.cli.options import (
     JsonFile,
     expressions,
@@ -17,16 +19,6 @@ from hipress.cli.options import (
     split_expressions,
     takes_options,
     whole_numbers,
-)
-from hipress.cli.ui import (
-    Column,
-    JsonOutput,
-    Row,
-    check_writable,
-    number,
-    print_table,
-    progress_bar,
-    text,
 )
 from hipress.errors import UsageError
 
@@ -52,47 +44,40 @@ class SweepOptions:
     """What is simulated, and on which clusters."""
 
     profile: Annotated[
-        Path | None, typer.Option(help="What was measured, from hipress profile; with a model.")
+        Path | None, Option(help="What was measured, from hipress profile; with a model.")
     ] = None
-    preset: Annotated[
-        str | None, typer.Option(help="A published cluster: aws-v100 or local-1080ti.")
-    ] = None
+    preset: Annotated[str | None, Option(help="A published cluster: aws-v100 or local-1080ti.")] = (
+        None
+    )
     model: Annotated[
         str | None,
-        typer.Option(help="A built-in model, for a preset (docs/models.md); vgg19 if not given."),
+        Option(help="A built-in model, for a preset (docs/models.md); vgg19 if not given."),
     ] = None
     nodes: Annotated[
         str | None,
-        typer.Option(help="Numbers of ranks, separated by commas; those of the profile if not."),
+        Option(help="Numbers of ranks, separated by commas; those of the profile if not."),
     ] = None
     rate: Annotated[
         str | None,
-        typer.Option(help="Rates of the links, separated by commas; as measured if not given."),
+        Option(help="Rates of the links, separated by commas; as measured if not given."),
     ] = None
     codec: Annotated[
-        str | None,
-        typer.Option(help="Codecs, separated by commas; all of the profile if not given."),
+        str | None, Option(help="Codecs, separated by commas; all of the profile if not given.")
     ] = None
     strategy: Annotated[
         str | None,
-        typer.Option(
-            help=f"ps, ring, hierarchical, separated by commas; {STRATEGIES} if not given."
-        ),
+        Option(help=f"ps, ring, hierarchical, separated by commas; {STRATEGIES} if not given."),
     ] = None
-    plan: Annotated[
-        Path | None, typer.Option(help="A plan to simulate too, from hipress plan.")
-    ] = None
+    plan: Annotated[Path | None, Option(help="A plan to simulate too, from hipress plan.")] = None
     auto: Annotated[
-        bool, typer.Option("--auto", help="Search for the best plan too, for every setting.")
+        bool, Option("--auto", help="Search for the best plan too, for every setting.")
     ] = False
     own_machines: Annotated[
         bool,
-        typer.Option(
-            "--own-machines", help="Each rank on a machine of its own, not on one they share."
-        ),
+        Option("--own-machines", help="Each rank on a machine of its own, not on one they share."),
     ] = False
     timeline: Annotated[
-        Path | None, typer.Option(help="Write the step as a timeline, for ui.perfetto.dev.")
+        Path | None, Option(help="Write the step as a timeline, for ui.perfetto.dev.")
     ] = None
 
 
@@ -101,10 +86,9 @@ class SweepOptions:
 def simulate(
     options: SweepOptions,
     published: Annotated[
-        bool,
-        typer.Option("--published", help="Compare the presets with published scaling curves."),
+        bool, Option("--published", help="Compare the presets with published scaling curves.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG).")] = None,
+    plot: Annotated[Path | None, Option(help="Write a picture (PNG).")] = None,
     json: JsonFile = None,
 ) -> None:
     """Predict step times on a cluster that was measured, or on a published one.
@@ -115,9 +99,9 @@ def simulate(
     is its time divided by the row's. "exposed" is what backward does not
     hide, "scaling" the step without any exchange divided by the step.
     """
-    output = JsonOutput(json, "simulate --published" if published else "simulate")
-    check_writable(plot, "--plot")
-    check_writable(options.timeline, "--timeline")
+    output = ui.JsonOutput(json, "simulate --published" if published else "simulate")
+    ui.check_writable(plot, "--plot")
+    ui.check_writable(options.timeline, "--timeline")
     if published:
         why = "does not go with --published, which simulates fixed settings; leave one of them out."
         refuse(options, why)
@@ -219,7 +203,7 @@ def _codecs(made: Profile, asked: str | None) -> tuple[str, ...]:
 def _rows(sweeps: Sequence[Sweep], timeline: Path | None) -> list[dict[str, Any]]:
     """Returns the rows of all sweeps, with a progress bar on stderr."""
     rows: list[dict[str, Any]] = []
-    with progress_bar(len(sweeps)) as begin:
+    with ui.progress_bar(len(sweeps)) as begin:
         for sweep in sweeps:
             rows += sweep.rows(begin(f"{sweep.num_ranks} ranks"))
     if timeline is not None:
@@ -241,11 +225,11 @@ def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> N
     from hipress.secopa.what_if import MOST_WHOLE
 
     columns = [
-        number("nodes"),
-        Column(header="rate", show=lambda row: row["rate"] or "as given"),
+        ui.number("nodes"),
+        ui.Column(header="rate", show=lambda row: row["rate"] or "as given"),
         *STEP_COLUMNS,
     ]
-    print_table(f"Simulated steps: {_title(made)}", columns, rows, to_stderr=to_stderr)
+    ui.print_table(f"Simulated steps: {_title(made)}", columns, rows, to_stderr=to_stderr)
     if any(row["nodes"] > MOST_WHOLE for row in rows):
         typer.echo(
             f"Above {MOST_WHOLE} nodes one rank stands for all, one that aggregates: its MB are "
@@ -258,11 +242,11 @@ def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> N
 # --- published curves -----------------------------------------------------------------------------
 
 
-def _published(plot: Path | None, output: JsonOutput) -> None:
+def _published(plot: Path | None, output: ui.JsonOutput) -> None:
     from hipress.cli.sweep import layers
     from hipress.secopa.sosp21 import scaling
 
-    with progress_bar(1) as begin:
+    with ui.progress_bar(1) as begin:
         on_part = begin("simulating published clusters")
         models = {figure.model for figure in scaling.FIGURES}
         rows = scaling.compare({name: layers(name)[0] for name in sorted(models)}, on_part)
@@ -277,30 +261,32 @@ def _published(plot: Path | None, output: JsonOutput) -> None:
 def _print_published(rows: list[dict[str, Any]], to_stderr: bool) -> None:
     from hipress.secopa.sosp21.scaling import errors
 
-    def pair(header: str, kind: str) -> Column:
-        def show(row: Row) -> str:
+    def pair(header: str, kind: str) -> ui.Column:
+        def show(row: ui.Row) -> str:
             return " / ".join(
                 f"{row[f'{which}_{kind}']:.2f}" for which in ("published", "simulated")
             )
 
-        return Column(header=f"{header}\npubl. / sim.", show=show)
+        return ui.Column(header=f"{header}\npubl. / sim.", show=show)
 
     columns = [
-        text("cluster"),
-        text("model"),
-        Column(
+        ui.text("cluster"),
+        ui.text("model"),
+        ui.Column(
             header="HiPress", show=lambda row: f"{row['codec']}, {row['strategy']}", is_text=True
         ),
-        number("nodes"),
-        number("GPUs", "gpus"),
-        number("x Ring\npubl.", "published_speedup", 2),
-        number("x Ring\nsim.", "simulated_speedup", 2),
-        Column(header="error\n%", show=lambda row: f"{row['error'] * 100:+.1f}"),
-        number("sim. at\nline rate", "line_rate_speedup", 2),
+        ui.number("nodes"),
+        ui.number("GPUs", "gpus"),
+        ui.number("x Ring\npubl.", "published_speedup", 2),
+        ui.number("x Ring\nsim.", "simulated_speedup", 2),
+        ui.Column(header="error\n%", show=lambda row: f"{row['error'] * 100:+.1f}"),
+        ui.number("sim. at\nline rate", "line_rate_speedup", 2),
         pair("scaling of Ring", "ring_efficiency"),
         pair("of HiPress", "efficiency"),
     ]
-    print_table("Published speed-ups over Ring, and simulated", columns, rows, to_stderr=to_stderr)
+    ui.print_table(
+        "Published speed-ups over Ring, and simulated", columns, rows, to_stderr=to_stderr
+    )
     median, worst = errors(rows)
     print(
         f"error of the speed-up: median {median:.1%}, worst {worst:.1%}; one node is given; "

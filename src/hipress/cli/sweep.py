@@ -59,7 +59,7 @@ class Sweep:
     """A plan that is simulated too."""
     plan_name: str = ""
     auto: bool = False
-    """Whether the best plan is looked for."""
+    """Whether to search for the best plan."""
     auto_codecs: tuple[str, ...] | None = None
     """Codecs that the search may use; None: the budget decides."""
     patience_s: float = 10.0
@@ -72,7 +72,7 @@ class Sweep:
 
     @property
     def num_choices(self) -> int:
-        """Rows besides the plain one."""
+        """The number of rows, without the plain one."""
         fixed = len(self.codecs) * len(self.strategies)
         return (fixed if self.num_ranks > 1 else 0) + (self.plan is not None) + self.auto
 
@@ -125,12 +125,7 @@ class Sweep:
             yield PLAN, None, found.gradients if found.num_compressed else None
 
     def _row(
-        self,
-        codec: str,
-        strategy: str | None,
-        played: Simulated,
-        plain: Simulated,
-        alone_s: float,
+        self, codec: str, strategy: str | None, played: Simulated, plain: Simulated, alone_s: float
     ) -> dict[str, Any]:
         return {
             "nodes": self.num_ranks,
@@ -231,11 +226,6 @@ def _layers(model: nn.Module, counts: dict[str, int], line: Model) -> list[Layer
         # Where a layer has weight and bias, the weight gets all of its work.
         work = counts.get(f"{root}.{owner}", 0) if parameter.ndim > 1 else 0
         found.append(
-            Layer(
-                name=name,
-                numel=parameter.numel(),
-                dims=parameter.ndim,
-                work=work * scale,
-            )
+            Layer(name=name, numel=parameter.numel(), dims=parameter.ndim, work=work * scale)
         )
     return spread_work(found, counts.get("Global", 0) * scale)

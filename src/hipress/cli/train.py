@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
+from typer import Argument, Option
 
 from hipress.cli.options import takes_options
 from hipress.cli.ui import JsonOutput, bars
@@ -38,17 +39,17 @@ LEAVING_S = 5.0
 MARGIN_S = 30.0
 """By how much torch's timeout is longer than ours."""
 
-_data = partial(typer.Option, rich_help_panel="Data")
-_length = partial(typer.Option, rich_help_panel="Length and learning rate")
-_exchange = partial(typer.Option, rich_help_panel="Exchange")
-_output = partial(typer.Option, rich_help_panel="Checkpoints and output")
-_machine = partial(typer.Option, rich_help_panel="Machine")
+_data = partial(Option, rich_help_panel="Data")
+_length = partial(Option, rich_help_panel="Length and learning rate")
+_exchange = partial(Option, rich_help_panel="Exchange")
+_output = partial(Option, rich_help_panel="Checkpoints and output")
+_machine = partial(Option, rich_help_panel="Machine")
 
 DATA = (
     "digits, synthetic, fashion-mnist DIR, cifar100 DIR, imagefolder DIR, text FILE or "
     "parallel-text SRC TGT."
 )
-CODEC = "Expression, e.g. 'dgc(ratio=0.01)'; auto; uncompressed: DDP as it comes."
+CODEC = "Expression, e.g. 'dgc(ratio=0.01)'; auto; uncompressed is plain DDP."
 PLAN = "File that decides for each gradient: plan.json, or SeCoPaPlan.txt with --codec."
 MODEL = "A built-in model (docs/models.md), or package.module:callable."
 
@@ -57,7 +58,7 @@ MODEL = "A built-in model (docs/models.md), or package.module:callable."
 class TrainOptions:
     """The options of a training: the fields of its `Config`, as the command line has them."""
 
-    model: Annotated[str, typer.Option(help=MODEL)] = "cnn"
+    model: Annotated[str, Option(help=MODEL)] = "cnn"
     data: Annotated[str, _data(help=DATA)] = "digits"
     batch: Annotated[int | None, _data(min=1, help="Examples per rank and step.")] = None
     side: Annotated[int | None, _data(min=1, help="Pixels of an image's side.")] = None
@@ -121,7 +122,7 @@ class TrainOptions:
     backend: Annotated[str, _machine(help="auto, gloo or nccl.")] = "auto"
 
     def config(self, paths: list[Path] | None) -> Config:
-        """Returns what the training is told."""
+        """Returns the configuration of the training."""
         from hipress.train.config import Config
 
         fields = vars(self) | {
@@ -143,7 +144,7 @@ class TrainOptions:
 def train(
     options: TrainOptions,
     paths: Annotated[
-        list[Path] | None, typer.Argument(help="Folder or files of --data, where it has any.")
+        list[Path] | None, Argument(help="Folder or files of --data, where it has any.")
     ] = None,
     log: Annotated[Path | None, _output(help="File for JSON lines; - for stdout.")] = None,
     json: Annotated[Path | None, _output(help="Write the result here; - for stdout.")] = None,
@@ -375,9 +376,9 @@ def introduction(facts: Facts) -> str:
             f"({100 * facts.compressed_share:.1f} % of the elements)"
         )
     if facts.num_ranks == 1:
-        how = "one rank: nobody to exchange gradients with"
+        how = "one rank: gradients are not exchanged"
         if facts.num_compressed:
-            how += f"; {facts.codec} acts on them all the same"
+            how += f", but {facts.codec} is applied"
     return (
         f"{facts.model} ({facts.num_parameters:,} parameters) on {facts.data} "
         f"({facts.num_train:,} examples), {ranks} x {facts.batch} a step, {facts.device}\n"

@@ -78,11 +78,7 @@ def print_table(
     from rich.text import Text
 
     table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
     for column in columns:
         # On a narrow terminal names fold; a number cut short would be wrong.
@@ -121,7 +117,7 @@ class JsonOutput:
 
     def write(self, rows: Sequence[Row]) -> None:
         """Writes `{"command", "machine", "rows"}`, if `--json` was given."""
-        from hipress.bench.timing import machine_facts
+        from hipress.bench.machine import machine_facts
 
         if self.path is None:
             return
