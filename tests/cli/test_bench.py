@@ -14,9 +14,8 @@ import torch
 import hipress
 from hipress.bench import codecs as codec_rows
 from hipress.bench.machine import available_memory_bytes
-from hipress.cli.bench import parse_size
 from hipress.cli.main import main
-from hipress.cli.options import split_expressions
+from hipress.cli.options import parse_size, split_expressions
 from hipress.errors import UsageError
 
 SIZE_BYTES = 40_004  # 10,001 floats: no multiple of a block or of 8

@@ -89,16 +89,16 @@ def test_a_text_plan_is_played_with_the_codec_beside_it(capsys):
     by_default = rows(*given)[-1]
     said = capsys.readouterr().err
     for name in ("topk(ratio=0.01)", "onebit"):  # without int8, the first of the profile
-        assert f"SeCoPaPlan.txt: played with {name} and ring, left open there\n" in said
+        assert f"SeCoPaPlan.txt: simulated with {name} and ring, which it leaves open\n" in said
     assert with_topk["codec"] == by_default["codec"] == "SeCoPaPlan.txt"
     assert with_topk["bytes_per_rank"] != by_default["bytes_per_rank"]
 
 
 def test_a_plan_for_other_ranks_is_told(capsys):
-    """Catches: slices for 8 ranks that are played on others without a word."""
+    """Catches: partitions for 8 ranks that are simulated on others without a word."""
     Plan(num_ranks=4, gradients={"g0": Decision(codec="onebit")}).save("mine.json")
     rows("--plan", "mine.json", "--nodes", "2,4,8")
-    assert "mine.json: made for 4 ranks and played on 2, 8\n" in capsys.readouterr().err
+    assert "mine.json: made for 4 ranks and simulated on 2, 8\n" in capsys.readouterr().err
     rows("--plan", "mine.json")
     assert "made for" not in capsys.readouterr().err
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +11,9 @@ from hipress.bench import machine
 from hipress.cli import bench_cluster, bench_convergence, ui
 from hipress.cli.options import (
     JsonFile,
+    Repeats,
     Size,
+    parse_size,
     split_expressions,
     whole_numbers,
 )
@@ -25,10 +26,6 @@ LEAST_COPIES = 4
 MOST_THREADS = 9999
 WIDTH = 1984
 """Two hidden layers of this width make 4.1M parameters: 16 MB, enough to time."""
-
-_UNIT_BYTES = {"": 1, "b": 1}
-_UNIT_BYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmg", 1)}
-_UNIT_BYTES |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmg", 1)}
 
 LEGEND = """\
 Error is ||decoded - gradient|| / ||gradient||: 0 is exact, 1 is as far off as sending nothing.
@@ -91,7 +88,7 @@ def codecs(
     codecs: Annotated[
         str | None, Option(help="Codec expressions, separated by commas; all if not given.")
     ] = None,
-    repeats: Annotated[int, Option(min=1, help="Rounds per codec; medians count.")] = 9,
+    repeats: Repeats = 9,
     eager: Annotated[bool, Option(help="Time the eager-torch form too.")] = True,
     json: JsonFile = None,
 ) -> None:
@@ -127,24 +124,6 @@ def codecs(
     title = f"{size_bytes // 4 * 4 / 1e6:g} MB of float32, {said} thread(s), medians"
     ui.print_table(title, columns, rows, to_stderr=output.is_stdout)
     output.write(rows)
-
-
-def parse_size(text: str) -> int:
-    """Returns the bytes that a size such as 100MB, 4MiB or 25e6 means, at least one float32.
-
-    >>> parse_size("100MB"), parse_size("4MiB"), parse_size("25e6")
-    (100000000, 4194304, 25000000)
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([kmg]?i?b?)\s*", text.lower())
-    num_bytes = 0
-    if found is not None and found[2] in _UNIT_BYTES:
-        num_bytes = int(float(found[1]) * _UNIT_BYTES[found[2]])
-    if num_bytes < 4:
-        raise UsageError(
-            f"size {text!r} is not a number of bytes, at least 4; write e.g. 100MB (10^6), "
-            "4MiB (2^20) or 25e6."
-        )
-    return num_bytes
 
 
 def _check_memory(text: str, size_bytes: int) -> None:

@@ -25,6 +25,7 @@ from hipress.cli.options import (
     Strategies,
     check_memory,
     expressions,
+    parse_size,
     takes_options,
     timed_model,
     whole_numbers,
@@ -69,7 +70,7 @@ class SyncOptions:
 
     size: Size = "100MB"
     tensors: Annotated[
-        int, Option(min=1, help="Cut it into so many tensors, from 1 KB to a fifth of the whole.")
+        int, Option(min=1, help="Tensors to cut it into, from 1 KB to a fifth of the whole.")
     ] = 1
     codec: Codecs = "onebit,dgc(ratio=0.001),int8,none"
     strategy: Strategies = "ps"
@@ -88,7 +89,6 @@ class SyncOptions:
         """Returns what to measure, one for each rate; refuses all that can be refused."""
         import hipress
         from hipress.bench.sync import SyncBenchmark, tensor_numels
-        from hipress.cli.bench import parse_size
 
         codecs, strategies = expressions(self.codec), expressions(self.strategy)
         size_bytes = parse_size(self.size)

@@ -28,7 +28,7 @@ def lab() -> None:
 )
 def run(
     command: Annotated[list[str], Argument(help="The command, run once per rank.")],
-    hosts: Annotated[int, Option(help="How many hosts, up to 64.")] = 2,
+    hosts: Annotated[int, Option(help="Number of hosts, up to 64.")] = 2,
     rate: Annotated[
         str,
         Option(help="Rate of each host's link, each way: 1gbit, or one per host: 1gbit,100mbit."),

@@ -178,7 +178,8 @@ def read_plan(
         }
         filled = [chosen] if any(one.codec == ANY for one in sized.values()) else []
         filled += [strategy] if read.takes_strategy else []
-        print(f"{path}: played with {' and '.join(filled)}, left open there", file=sys.stderr)
+        with_what = " and ".join(filled)
+        print(f"{path}: simulated with {with_what}, which it leaves open", file=sys.stderr)
         read = read.model_copy(update={"gradients": sized}).with_codec(chosen, strategy)
     for one in read.gradients.values():
         strategies.check(one.strategy)
@@ -187,7 +188,8 @@ def read_plan(
     others = [number for number in numbers if number != read.num_ranks]
     if read.num_ranks is not None and others:
         print(
-            f"{path}: made for {read.num_ranks} ranks and played on {', '.join(map(str, others))}",
+            f"{path}: made for {read.num_ranks} ranks and simulated on "
+            f"{', '.join(map(str, others))}",
             file=sys.stderr,
         )
     return read
