@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import hipress
-from hipress.bench import codec_rows
-from hipress.cli._machine import available_memory_bytes
-from hipress.cli.bench import parse_size, split_expressions
+from hipress.bench import codecs as codec_rows
+from hipress.bench.machine import available_memory_bytes
 from hipress.cli.main import main
+from hipress.cli.options import parse_size, split_expressions
 from hipress.errors import UsageError
 
 SIZE_BYTES = 40_004  # 10,001 floats: no multiple of a block or of 8
@@ -83,8 +83,8 @@ def test_several_numbers_of_threads_stand_side_by_side(
 def test_threads_that_are_no_number(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--threads", text) == 2
     assert capsys.readouterr().err == (
-        f"hipress: threads {text!r} is no number of threads from 1 to 9999; write e.g. 2, or 1,2 "
-        "to time each codec with both.\n"
+        f"hipress: --threads {text.split(',')[-1]!r} is not a whole number from 1 to 9999; write "
+        "4, or 2,4,8.\n"
     )
 
 

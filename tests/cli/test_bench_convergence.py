@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hipress.bench.convergence_table import BEGIN, END
-from hipress.cli import _cluster
-from hipress.cli._convergence_rank import Config
+from hipress.bench import cluster, machine
+from hipress.bench.convergence import ConvergenceBenchmark
+from hipress.cli.bench_convergence import BEGIN, END
 from hipress.cli.main import main
 from hipress.train.convergence import TASKS, compare
 from tests.grid import full
@@ -92,9 +92,12 @@ def test_without_a_folder_fashion_mnist_is_left_out(capsys: pytest.CaptureFixtur
         (("--rate", "nan"), "--rate 'nan' is no learning rate"),
         (("--rate", "0"), "--rate '0' is no learning rate"),
         (("--rate", "0.1", "--learning-rate", "0.1"), "where --hosts is not given; give one."),
-        (("--strategy", "ps"), "--strategy is for a network; give --hosts too, or leave it out."),
+        (
+            ("--strategy", "ps"),
+            "--strategy ps is for a network; give --hosts too, or leave it out.",
+        ),
         (("--loopback",), "--loopback is for a network"),
-        (("--timeout", "9"), "--timeout is for a network"),
+        (("--timeout", "9"), "--timeout 9.0 is for a network"),
         ((*QUICK, "--markdown", "nowhere.md"), "cannot read 'nowhere.md'"),
         ((*QUICK, "--plot", "nowhere/curves.png"), "nowhere/curves.png"),
         ((*QUICK, "--plot", "curves.nonesuch"), "cannot draw 'curves.nonesuch'"),
@@ -129,7 +132,7 @@ def test_files_that_cannot_be_written_cost_no_run(
 
     monkeypatch.setattr(Path, "open", no_writing)
     assert bench(*QUICK, "--markdown", str(page)) == 2
-    assert "page.md': Permission denied; give --markdown a page that" in capsys.readouterr().err
+    assert "page.md': Permission denied; give --markdown a file in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--seeds", "--workers", "--steps", "--jobs"])
@@ -210,7 +213,9 @@ def test_on_a_shaped_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "digits: 2 hosts at 100mbit, 12 step(s) from rate 0.02, 1 seed(s)" in out
 
 
-def found(config: Config, *, differing_seeds: tuple[int, ...] = ()) -> dict[str, Any]:
+def found(
+    benchmark: ConvergenceBenchmark, *, differing_seeds: tuple[int, ...] = ()
+) -> dict[str, Any]:
     """What ranks could have written, without a run."""
     return {
         "runs": [
@@ -218,7 +223,7 @@ def found(config: Config, *, differing_seeds: tuple[int, ...] = ()) -> dict[str,
                 "run": {
                     "codec": name,
                     "seed": seed,
-                    "steps": [0, config.num_steps],
+                    "steps": [0, benchmark.num_steps],
                     "accuracy": [10.0, 98.0 - number + seed],
                     "bytes_out": None,
                     "bytes_back": None,
@@ -228,8 +233,8 @@ def found(config: Config, *, differing_seeds: tuple[int, ...] = ()) -> dict[str,
                 "interface_bytes": 1100.0,
                 "ranks_agree": number == 0 or seed not in differing_seeds,
             }
-            for seed in range(config.repeats)
-            for number, name in enumerate(config.names)
+            for seed in range(benchmark.repeats)
+            for number, name in enumerate(benchmark.names)
         ]
     }
 
@@ -237,22 +242,24 @@ def found(config: Config, *, differing_seeds: tuple[int, ...] = ()) -> dict[str,
 def test_what_the_ranks_are_told_and_how_it_becomes_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told: list[tuple[str, Config, float | None]] = []
+    told: list[tuple[str, ConvergenceBenchmark, float | None]] = []
 
-    def run(module: str, config: Config, timeout: float | None, on_part: Any) -> dict[str, Any]:
-        told.append((module, Config.load(config.dump()), timeout))
+    def run(
+        module: str, benchmark: ConvergenceBenchmark, timeout: float | None, on_part: Any
+    ) -> dict[str, Any]:
+        told.append((module, ConvergenceBenchmark.load(benchmark.dump()), timeout))
         on_part(0.5)
-        return found(config)
+        return found(benchmark)
 
-    monkeypatch.setattr(_cluster, "run", run)
+    monkeypatch.setattr(cluster, "run", run)
     path = tmp_path / "f.json"
     assert bench(*HOSTS, "--seeds", "2", "--codecs", "onebit,onebit", "--json", str(path)) == 0
-    ((module, config, timeout),) = told
-    assert module == "hipress.cli._convergence_rank" and timeout == 100
-    assert config.names == ("uncompressed", "onebit") and config.task == SMALL
-    assert (config.num_hosts, config.rate, config.rate_bits) == (2, "1gbit", 10**9)
-    assert (config.strategy, config.repeats, config.is_shaped) == ("ps", 2, True)
-    assert config.size_bytes == 4 * NUM_PARAMETERS
+    ((module, benchmark, timeout),) = told
+    assert module == "hipress.bench.convergence" and timeout == 100
+    assert benchmark.names == ("uncompressed", "onebit") and benchmark.task == SMALL
+    assert (benchmark.num_hosts, benchmark.rate, benchmark.rate_bits) == (2, "1gbit", 10**9)
+    assert (benchmark.strategy, benchmark.repeats, benchmark.is_shaped) == ("ps", 2, True)
+    assert benchmark.size_bytes == 4 * NUM_PARAMETERS
     plain, onebit = json.loads(path.read_text())["rows"]
     assert plain["accuracies"] == [98, 99] and onebit["accuracies"] == [97, 98]
     assert onebit["difference"] == -1 and onebit["within"]
@@ -263,7 +270,9 @@ def test_what_the_ranks_are_told_and_how_it_becomes_rows(
 def test_ranks_that_differ_are_told_and_exit_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_cluster, "run", lambda _, config, *__: found(config, differing_seeds=(1,)))
+    monkeypatch.setattr(
+        cluster, "run", lambda _, benchmark, *__: found(benchmark, differing_seeds=(1,))
+    )
     assert bench(*HOSTS, "--loopback", "--codecs", "onebit") == 1
     assert capsys.readouterr().err.endswith(
         "\nhipress: digits with onebit: ranks ended with different parameters, seed 1.\n"
@@ -279,8 +288,8 @@ def test_ranks_that_differ_are_told_and_exit_1(
         (["--codecs", "onebit,topq"], "topq"),
         (["--data", "mnist"], "no data set 'mnist'; there are: digits, fashion-mnist."),
         (["--data", "fashion-mnist"], "the folder of Fashion-MNIST is not known"),
-        (["--workers", "2"], "--workers is for virtual workers; leave it out with --hosts."),
-        (["--jobs", "2"], "--jobs is for virtual workers; leave it out with --hosts."),
+        (["--workers", "2"], "--workers 2 is for virtual workers; leave it out with --hosts."),
+        (["--jobs", "2"], "--jobs 2 is for virtual workers; leave it out with --hosts."),
         (["--json", "/absent/f.json"], "cannot write '/absent/f.json'"),
     ],
 )
@@ -290,7 +299,7 @@ def test_refused_before_a_lab_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(_cluster, "run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(cluster, "run", lambda *_: pytest.fail("it ran"))
     assert bench(*HOSTS, *arguments) == 2
     err = capsys.readouterr().err
     assert err.startswith("hipress: ") and says in err and err.count("\n") == 1
@@ -299,7 +308,7 @@ def test_refused_before_a_lab_starts(
 def test_too_little_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_cluster, "run", lambda *_: pytest.fail("it ran"))
-    monkeypatch.setattr(_cluster, "available_memory_bytes", lambda: 5 * 10**8)
+    monkeypatch.setattr(cluster, "run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 5 * 10**8)
     assert bench(*HOSTS) == 2
     assert "digits on 2 hosts needs 601 MB with all ranks" in capsys.readouterr().err

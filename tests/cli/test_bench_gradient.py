@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hipress.cli.bench_gradient import digits_gradient, gradient_rows
+from hipress.bench.codecs import digits_gradient, gradient_row, line_up
 from hipress.cli.main import main
 from hipress.errors import MissingDependencyError
 
@@ -26,7 +26,7 @@ def test_gradient_is_real_and_repeatable(gradient: torch.Tensor) -> None:
 
 
 def test_rows_tell_what_feedback_does(gradient: torch.Tensor) -> None:
-    rows = {row["codec"]: row for row in gradient_rows(gradient)}
+    rows = {name: gradient_row(name, gradient) for name in line_up()}
     assert rows["none"]["error"] == 0.0
     assert rows["fp16"]["error"] < 2**-10
     for name in ("none", "terngrad", "minmax(bits=2)"):
@@ -42,14 +42,14 @@ def test_rows_tell_what_feedback_does(gradient: torch.Tensor) -> None:
 def test_command_prints_a_table_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hipress.cli.bench_gradient._WIDTH", 128)
+    monkeypatch.setattr("hipress.cli.bench.WIDTH", 128)
     path = tmp_path / "gradient.json"
     with pytest.raises(SystemExit) as stopped:
         main(["bench", "gradient", "--json", str(path)])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
     assert "Error is ||decoded - gradient|| / ||gradient||: 0 is exact" in out
-    assert "see the mean of 20" in out and "right on average" in out
+    assert "as the mean of 20 shows" in out and "dithering are unbiased" in out
     assert "ef(onebit)" in out and out.rstrip().splitlines()[-1].startswith("Next: ")
     document = json.loads(path.read_text())
     assert document["command"] == "bench gradient" and len(document["rows"]) >= 8

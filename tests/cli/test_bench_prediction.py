@@ -13,8 +13,8 @@ from tests.grid import full
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--hosts", "2,x"], "--hosts '2,x' holds 'x'; give numbers from 2 to 64"),
-        (["--hosts", "1"], "holds '1'; give numbers from 2 to 64"),
+        (["--hosts", "2,x"], "--hosts 'x' is not a whole number from 2 to 64; write 4, or 2,4,8."),
+        (["--hosts", "1"], "--hosts '1' is not a whole number from 2 to 64"),
         (["--model", "nothing"], "'nothing'"),
         (["--codec", "onebot"], "onebot"),
         (["--rate", "fast"], "fast"),

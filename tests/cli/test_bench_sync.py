@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hipress.cli import _cluster, bench_sync
+from hipress.bench import cluster
+from hipress.cli.bench_cluster import SyncOptions
 from hipress.cli.main import main
+from hipress.cli.options import ClusterOptions
 from tests.grid import full
 from tests.lab.conftest import refusal
 
@@ -96,7 +98,7 @@ def test_a_wrong_result_is_told_and_exit_1(
     one["interface_deviation"] = None
     baseline = {"samples_s": [1.0], "interface_bytes": None}
     found = {"baselines": {"fp32": baseline, "bf16": baseline}, "syncs": [one]}
-    monkeypatch.setattr(bench_sync, "_run", lambda *_: found)
+    monkeypatch.setattr(cluster, "run", lambda *_: found)
     assert bench("--loopback", "--codec", "none") == 1
     assert capsys.readouterr().err.endswith(
         "\nhipress: none with ps: ranks hold different results.\n"
@@ -136,7 +138,7 @@ def test_refused_before_a_lab_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(bench_sync, "_run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(cluster, "run", lambda *_: pytest.fail("it ran"))
     assert bench(*arguments) == 2
     err = capsys.readouterr().err
     assert err.startswith("hipress: ") and says in err and err.count("\n") == 1
@@ -160,12 +162,8 @@ def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_slow_line_gets_more_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HIPRESS_TIMEOUT", raising=False)
-    names = ("pipelined", "bulk", "compress_on_cpu")
-    (config,) = bench_sync._configs(
-        hosts=2, rates=["1mbit"], delay="none", size="10MB", num_tensors=1, codecs=("none",),
-        strategies=("ps",), repeats=1, device="cpu", switches=dict.fromkeys(names, False),
-        is_shaped=True,
-    )  # fmt: skip
-    assert _cluster.environment(config) == {"HIPRESS_TIMEOUT": "800"}
+    slow = ClusterOptions(hosts=2, rate="1mbit")
+    (benchmark,) = SyncOptions(size="10MB", codec="none").benchmarks(slow)
+    assert cluster.environment(benchmark) == {"HIPRESS_TIMEOUT": "800"}
     monkeypatch.setenv("HIPRESS_TIMEOUT", "5")
-    assert _cluster.environment(config) == {}
+    assert cluster.environment(benchmark) == {}

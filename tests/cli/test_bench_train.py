@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hipress.cli import _cluster, bench_train
+from hipress.bench import cluster, machine
 from hipress.cli.main import main
 from tests.grid import full
 from tests.lab.conftest import refusal
@@ -102,7 +102,7 @@ def test_ranks_that_differ_are_told_and_exit_1(
     one |= {"samples_s": [1.0], "memory_bytes": 0, "skipped": {}, "loss": 2.0}
     one["ranks_agree"] = False
     found = {"variants": [one | {"variant": name} for name in ("compute", "ddp")]}
-    monkeypatch.setattr(bench_train, "run", lambda *_: found)
+    monkeypatch.setattr(cluster, "run", lambda *_: found)
     assert bench("--loopback", *SMALL) == 1
     assert capsys.readouterr().err.endswith(
         "\nhipress: mlp with ddp: ranks hold different parameters.\n"
@@ -140,7 +140,7 @@ def test_refused_before_a_lab_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(bench_train, "run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(cluster, "run", lambda *_: pytest.fail("it ran"))
     assert bench(*arguments) == 2
     err = capsys.readouterr().err
     assert err.startswith("hipress: ") and says in err and err.count("\n") == 1
@@ -149,8 +149,8 @@ def test_refused_before_a_lab_starts(
 def test_too_little_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_train, "run", lambda *_: pytest.fail("it ran"))
-    monkeypatch.setattr(_cluster, "available_memory_bytes", lambda: 10**9)
+    monkeypatch.setattr(cluster, "run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 10**9)
     assert bench("--model", "mlp,gpt", "--hooks", "ddp", "--codec", "onebit") == 2
     # 13 arrays of gpt's size on each host: three of each variant, two more of ours, two to run.
     assert capsys.readouterr().err == (

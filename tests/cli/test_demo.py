@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from hipress.bench.loss_plot import Curve, draw, smooth
+from hipress.bench.plots import LossCurve, draw_losses, smooth
 from hipress.cli import demo as command
-from hipress.cli._demo_view import demo_view
 from hipress.cli.main import main
+from hipress.cli.ui import demo_view
 from hipress.errors import LabError
 from tests.grid import full
 from tests.scenarios import refusal
@@ -67,8 +67,8 @@ def test_without_links_it_says_so_and_ends_well(tmp_path, capsys, monkeypatch):
     [
         (["--codec", "onebitt"], "Did you mean 'onebit'?"),
         (["--rate", "fast"], "'fast'"),
-        (["--plot", "x.pdf"], "--plot 'x.pdf' is no PNG; give a name that ends in .png."),
-        (["--plot", "no/such/x.png"], "is in a folder that is not there; give another."),
+        (["--plot", "x.pdf"], "--plot 'x.pdf' is not a PNG file; give a name that ends in .png."),
+        (["--plot", "no/such/x.png"], "is in a folder that does not exist; give another."),
     ],
 )
 def test_refusals(argv, sentence, capsys):
@@ -104,7 +104,8 @@ def test_live_view(monkeypatch, capsys):
 
 def test_picture(tmp_path):
     rows = [{"time_s": float(t), "loss": 2.0 / (1 + t)} for t in range(5)]
-    draw(tmp_path / "a.png", "title", [Curve(label="one", rows=rows), Curve(label="no", rows=[])])
+    curves = [LossCurve(label="one", rows=rows), LossCurve(label="no", rows=[])]
+    draw_losses(tmp_path / "a.png", "title", curves)
     assert (tmp_path / "a.png").read_bytes()[:8] == PNG
     assert smooth([3.0]) == [pytest.approx(3.0)] and smooth([]) == []
     assert smooth([0.0, 1.0]) == pytest.approx([0.0, 0.3 / 0.51])

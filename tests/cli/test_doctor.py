@@ -1,4 +1,4 @@
-"""`hipress doctor`: the report, its wording, and when it says that the package can not work."""
+"""`hipress doctor`: the report, its wording, and when it says that the package cannot work."""
 
 import json
 import re
@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from hipress import settings
-from hipress.cli import _cluster, _doctor_job, _doctor_timing, _doctor_words, _machine, doctor
+from hipress.bench import machine
+from hipress.bench.profile import scaled
+from hipress.cli import doctor, doctor_job
 from hipress.cli.main import main
+from hipress.cli.options import ClusterOptions
 from hipress.probe import codec_costs
 from hipress.profile import Machine
 from hipress.secopa.simulate import Simulator
@@ -76,7 +79,7 @@ def test_the_table_says_which_backend_and_why(capsys):
 
 
 def test_a_missing_extra_shows_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(_machine, "package_version", lambda name: None)
+    monkeypatch.setattr(machine, "package_version", lambda name: None)
     _, out, _ = run(capsys)
     assert "pyroute2 missing; add with: pip install 'hipress[lab]'" in out
     assert "no: pyroute2 is missing" in out
@@ -95,7 +98,7 @@ def test_a_bad_setting_is_reported_once(monkeypatch, capsys):
     code, out, err = run(capsys, "--json")
     assert code == 1
     assert err == (
-        "hipress: can not work here: HIPRESS_BACKEND is 'cpus' (did you mean 'cpu'?); "
+        "hipress: cannot work here: HIPRESS_BACKEND is 'cpus' (did you mean 'cpu'?); "
         "it must be one of auto, reference, cpu, gpu; "
         "correct it, or unset it to use the default, 'auto'\n"
     )
@@ -116,8 +119,8 @@ def test_a_cache_folder_that_can_not_be_written_is_a_problem(monkeypatch, capsys
     monkeypatch.setenv("HIPRESS_CACHE_DIR", str(blocker / "kernels"))
     code, out, err = run(capsys)
     assert code == 1
-    assert "can NOT be written" in out
-    assert err.startswith("hipress: can not work here: the cache folder can not be written (")
+    assert "CANNOT be written" in out
+    assert err.startswith("hipress: cannot work here: the cache folder cannot be written (")
     assert err.endswith("; set HIPRESS_CACHE_DIR to a folder that can\n")
 
 
@@ -131,12 +134,12 @@ def test_the_reference_backend_needs_no_cache_folder(monkeypatch, capsys, tmp_pa
 
 def test_without_torch_there_is_one_sentence(monkeypatch, capsys):
     broken = {**BROKEN, "error": "No module named 'torch'", "build": None, "note": None}
-    monkeypatch.setattr(_machine, "torch_facts", lambda: (broken, []))
+    monkeypatch.setattr(machine, "torch_facts", lambda: (broken, []))
     code, out, err = run(capsys)
     assert code == 1
-    assert "can not be imported: No module named 'torch'" in out
+    assert "cannot be imported: No module named 'torch'" in out
     assert err == (
-        "hipress: can not work here: torch can not be imported (No module named 'torch'); "
+        "hipress: cannot work here: torch cannot be imported (No module named 'torch'); "
         "install it with pip\n"
     )
 
@@ -151,7 +154,7 @@ def test_without_torch_there_is_one_sentence(monkeypatch, capsys):
             "auto",
             BROKEN,
             None,
-            "numba can not be imported (No module named 'numba'); install it with pip, or set "
+            "numba cannot be imported (No module named 'numba'); install it with pip, or set "
             "HIPRESS_BACKEND=reference for the slow backend that does without",
         ),
         (None, WORKING, None, "HIPRESS_BACKEND has no valid value"),
@@ -190,12 +193,12 @@ def test_cuda_backend(asked, devices, triton, backend, why):
 def with_gpus(monkeypatch, devices, triton="3.6.0"):
     """A machine with these GPUs and this Triton."""
     facts = {**WORKING, "build": "cuda 13.0", "note": None}
-    monkeypatch.setattr(_machine, "torch_facts", lambda: (facts, devices))
-    version = _machine.package_version
+    monkeypatch.setattr(machine, "torch_facts", lambda: (facts, devices))
+    version = machine.package_version
     found = {"triton": triton}
-    monkeypatch.setattr(_machine, "package_version", lambda n: found.get(n) or version(n))
+    monkeypatch.setattr(machine, "package_version", lambda n: found.get(n) or version(n))
     if triton is None:
-        monkeypatch.setattr(_machine, "package_version", lambda n: None)
+        monkeypatch.setattr(machine, "package_version", lambda n: None)
 
 
 def test_a_gpu_and_triton_are_enough(monkeypatch, capsys):
@@ -224,7 +227,7 @@ def test_who_asks_for_the_gpu_gets_it_or_hears_why_not(monkeypatch, capsys):
     code, _, err = run(capsys)
     assert code == 1
     assert err == (
-        "hipress: can not work here: torch sees no CUDA device; set HIPRESS_BACKEND to auto for "
+        "hipress: cannot work here: torch sees no CUDA device; set HIPRESS_BACKEND to auto for "
         "CPU tensors\n"
     )
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -233,7 +236,7 @@ def test_who_asks_for_the_gpu_gets_it_or_hears_why_not(monkeypatch, capsys):
 
 
 def test_import_facts_of_a_missing_package():
-    facts = _machine.import_facts("hipress_no_such_package")
+    facts = machine.import_facts("hipress_no_such_package")
     assert facts == {"version": None, "error": "No module named 'hipress_no_such_package'"}
 
 
@@ -249,8 +252,8 @@ def test_cgroup_v2_takes_the_tightest_limit_on_the_way_up(tmp_path):
     write(root / "user" / "job" / "cpu.max", "max 100000\n")
     write(root / "user" / "memory.max", "max\n")
     write(root / "user" / "job" / "memory.max", "4096\n")
-    assert _machine.cgroup_cores(tmp_path / "proc", root) == 1.5
-    assert _machine.cgroup_memory_bytes(tmp_path / "proc", root) == 4096
+    assert machine.cgroup_cores(tmp_path / "proc", root) == 1.5
+    assert machine.cgroup_memory_bytes(tmp_path / "proc", root) == 4096
 
 
 def test_cgroup_v1_has_a_tree_per_controller(tmp_path):
@@ -260,22 +263,22 @@ def test_cgroup_v1_has_a_tree_per_controller(tmp_path):
     write(root / "cpu" / "box" / "cpu.cfs_period_us", "100000\n")
     write(root / "memory" / "box" / "memory.limit_in_bytes", "8192\n")
     write(root / "memory" / "memory.limit_in_bytes", "9223372036854771712\n")
-    assert _machine.cgroup_cores(tmp_path / "proc", root) == 0.5
-    assert _machine.cgroup_memory_bytes(tmp_path / "proc", root) == 8192
+    assert machine.cgroup_cores(tmp_path / "proc", root) == 0.5
+    assert machine.cgroup_memory_bytes(tmp_path / "proc", root) == 8192
 
 
 def test_no_cgroup_means_no_limit(tmp_path):
-    assert _machine.cgroup_cores(tmp_path / "proc", tmp_path) is None
-    assert _machine.cgroup_memory_bytes(tmp_path / "proc", tmp_path) is None
+    assert machine.cgroup_cores(tmp_path / "proc", tmp_path) is None
+    assert machine.cgroup_memory_bytes(tmp_path / "proc", tmp_path) is None
 
 
 def test_half_a_core_still_counts_as_one(monkeypatch):
-    monkeypatch.setattr(_machine, "cgroup_cores", lambda: 0.5)
-    assert _machine.core_facts()["usable"] == 1
+    monkeypatch.setattr(machine, "cgroup_cores", lambda: 0.5)
+    assert machine.core_facts()["usable"] == 1
 
 
 def test_writing_is_tried_and_leaves_nothing(tmp_path):
-    facts = _machine.folder_facts(tmp_path / "a" / "b")
+    facts = machine.folder_facts(tmp_path / "a" / "b")
     assert facts == {"path": str(tmp_path / "a" / "b"), "writable": True, "error": None}
     assert list(tmp_path.iterdir()) == []
 
@@ -295,8 +298,8 @@ def made_up_job(rate_bits, *, backward_s=0.1, element_s=1e-10, numel=2**22):
     """A profile of four hosts, with costs chosen by hand."""
     codecs = [codec("none", 1.0, 1e-10), codec("onebit", 1 / 32, element_s)]
     made = profile(numels=(numel,) * 4, backward_s=backward_s, codecs=codecs)
-    machine = Machine(cores=2.0, num_ranks=1)
-    return _doctor_job.made_up(4, rate_bits, machine, codecs, made.model)
+    host = Machine(cores=2.0, num_ranks=1)
+    return doctor_job.made_up(4, rate_bits, host, codecs, made.model)
 
 
 def test_a_job_gets_a_paragraph_and_a_table(capsys, monkeypatch):
@@ -321,15 +324,15 @@ def test_a_job_as_json(capsys):
     assert (found["model"], found["hosts"], found["rate"], found["batch"]) == ("mlp", 2, "1gbit", 2)
     assert [row["codec"] for row in found["rows"]] == ["none", "int8", "int8", "plan"]
     assert found["pays"] in ("yes", "maybe", "no")
-    assert found["error"] >= _doctor_job.PREDICTION_ERROR
+    assert found["error"] >= doctor_job.PREDICTION_ERROR
     assert found["limit"] in ("compute", "the wire", "codec work", "latency and messages")
 
 
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--hosts", "4"], "--hosts is for a job; name its model too"),
-        (["--rate", "1gbit"], "--rate is for a job"),
+        (["--hosts", "4"], "--hosts 4 is for a job; name its model too"),
+        (["--rate", "1gbit"], "--rate 1gbit is for a job"),
         (["--model", "resnet51"], "did you mean 'resnet50'?"),
         (["--model", "mlp", "--rate", "fast"], "rate 'fast' is not a number above 0 and a unit"),
         (["--model", "mlp", "--codec", "twobit"], "no codec 'twobit'"),
@@ -347,19 +350,19 @@ def test_a_wrong_job_is_refused_in_one_sentence(argv, text, capsys):
 def test_compression_breaks_even_where_the_simulator_says():
     """Catches: a rate on the wrong side, or one that is not where both steps meet."""
     made = made_up_job(10**9)
-    bits = _doctor_job.break_even(made, 4, [("onebit", "ps")])
+    bits = doctor_job.break_even(made, 4, [("onebit", "ps")])
     saved = []
     for factor in (0.8, 1.25):
         simulator = Simulator(with_rate(made, round(bits * factor)), 4)
         decisions = uniform(simulator.profile, "onebit", "ps")
         saved.append(1 - simulator.step_s(decisions) / simulator.step_s(None))
-    assert saved[0] > _doctor_job.WORTH > saved[1]
+    assert saved[0] > doctor_job.WORTH > saved[1]
 
 
 def test_a_codec_that_never_pays_breaks_even_nowhere():
     """Catches: a rate for a codec that is slower than any wire."""
     made = made_up_job(10**9, element_s=1e-3)
-    assert _doctor_job.break_even(made, 4, [("onebit", "ps")]) is None
+    assert doctor_job.break_even(made, 4, [("onebit", "ps")]) is None
 
 
 @pytest.mark.parametrize(
@@ -376,7 +379,7 @@ def test_a_codec_that_never_pays_breaks_even_nowhere():
 )
 def test_what_limits_a_step(options, limit):
     """Catches: a user who is told to buy another network where the model is slow."""
-    assert _doctor_job.limit(made_up_job(**options), 4, "onebit", "ps") == limit
+    assert doctor_job.limit(made_up_job(**options), 4, "onebit", "ps") == limit
 
 
 @pytest.mark.parametrize(
@@ -394,8 +397,8 @@ def test_what_to_run_next_is_a_command_that_works(rate, hosts, command, words):
         {"codec": "none", "strategy": "allreduce", "step_s": 2.0, "exposed_s": 1.0, "speedup": 1.0},
         {"codec": "int8", "strategy": "ps", "step_s": 1.0, "exposed_s": 0.1, "speedup": 2.0},
     ]
-    job = _doctor_job.Job(model="mlp", hosts=hosts, rate=rate, codecs=("int8",), batch=None)
-    found = _doctor_job.Finding(
+    job = doctor_job.PlannedJob(model="mlp", hosts=hosts, rate=rate, codecs=("int8",), batch=None)
+    found = doctor_job.JobReport(
         job=job,
         profile=made_up_job(10**9),
         rows=rows,
@@ -403,16 +406,16 @@ def test_what_to_run_next_is_a_command_that_works(rate, hosts, command, words):
         limit="",
         timed_batch=8,
     )
-    said = _doctor_words.advice(found)
+    said = doctor_job.advice(found)
     assert command in said and words in said
-    assert _cluster.host_numbers(said.split("--hosts ")[1].split()[0])
-    _cluster.check_network([said.split("--rate ")[1].split()[0]], "none", is_shaped=True)
-    assert "nine of ten predictions of hipress bench prediction" in _doctor_words.paragraph(found)
+    asked = {name: said.split(f"--{name} ")[1].split()[0] for name in ("hosts", "rate")}
+    assert ClusterOptions(hosts=int(asked["hosts"]), rate=asked["rate"]).benchmarks()
+    assert "nine of ten predictions of hipress bench prediction" in doctor_job.paragraph(found)
 
 
 def test_more_examples_are_more_work_but_for_the_optimizer():
     """Catches: ready times that stay where backward gets longer."""
     model = made_up_job(10**9).model.model_copy(update={"rest_s": 0.5, "forward_s": 0.2})
-    twice = _doctor_timing.scaled(model, 2.0)
+    twice = scaled(model, 2.0)
     assert (twice.forward_s, twice.backward_s, twice.rest_s) == (0.4, 0.2, 0.5)
     assert twice.gradients[-1].ready_s == pytest.approx(0.2)

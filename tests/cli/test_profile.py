@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hipress.bench import table
+from hipress.bench import profile as profile_bench
 from hipress.cli import profile as profile_command
 from hipress.cli.main import main
-from hipress.cli.profile import config, in_a_job
+from hipress.cli.options import ClusterOptions
+from hipress.cli.profile import benchmark, in_a_job
 from hipress.profile import Profile
 from hipress.train.models import MODELS
 from tests.grid import full
@@ -114,7 +115,7 @@ def test_inside_a_job_there_is_no_timeout(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert profile("--timeout", "9") == 2
-    assert "--timeout is of the lab; inside a job leave it out" in capsys.readouterr().err
+    assert "--timeout acts on the lab; leave it out inside a job" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("rank", "num_checks"), [("0", 1), ("1", 0)])
@@ -123,7 +124,7 @@ def test_only_rank_0_of_a_job_tries_the_file(rank, num_checks, monkeypatch, tmp_
     tried = []
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(table, "check_json", tried.append)
+    monkeypatch.setattr(profile_command.ui, "check_writable", lambda path, _: tried.append(path))
     monkeypatch.setattr(profile_command, "_in_job", lambda config: None)
     assert profile("--codecs", "none", "-o", str(tmp_path / "p.json")) == 0
     assert len(tried) == num_checks
@@ -131,8 +132,6 @@ def test_only_rank_0_of_a_job_tries_the_file(rank, num_checks, monkeypatch, tmp_
 
 def test_all_ranks_run_the_same_number_of_forwards(monkeypatch):
     """Catches: one more forward on rank 0, which hangs where DDP sends buffers of BatchNorm."""
-    from hipress.cli import _profile_rank
-
     forwards = []
 
     class Counted(nn.Module):
@@ -147,11 +146,9 @@ def test_all_ranks_run_the_same_number_of_forwards(monkeypatch):
 
     line = dataclasses.replace(MODELS["mlp"], build=lambda **sizes: Counted())
     monkeypatch.setitem(MODELS, "mlp", line)
-    monkeypatch.setattr(_profile_rank, "MAX_STEPS", 4)
-    options = config(
-        hosts=2, rate="none", delay="none", is_shaped=False, model="mlp", batch=4,
-        codecs=("none",), device="cpu", fresh=False,
-    )  # fmt: skip
+    monkeypatch.setattr(profile_bench, "MAX_STEPS", 4)
+    cluster = ClusterOptions(hosts=2, loopback=True)
+    told = benchmark(cluster, model="mlp", batch=4, codecs="none")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = []
@@ -163,7 +160,7 @@ def test_all_ranks_run_the_same_number_of_forwards(monkeypatch):
                 agree=lambda what, facts, told: [told],
                 gather=lambda text: [text],
             )
-            found.append(_profile_rank._model(options, engine, lambda: None))
+            found.append(profile_bench._model(told, engine, lambda: None))
     finally:
         dist.destroy_process_group()
     assert forwards[0] == forwards[1]
@@ -174,10 +171,9 @@ def test_all_ranks_run_the_same_number_of_forwards(monkeypatch):
 
 def test_a_message_that_overflows_has_a_large_error():
     """Catches: an error that a profile refuses, on rank 0 alone, while others wait for it."""
-    from hipress.cli._profile_rank import MOST_ERROR, _finite
-
     given = {"fp16": float("inf"), "int8": 0.1, "other": float("nan")}
-    assert _finite(given) == {"fp16": MOST_ERROR, "int8": 0.1, "other": MOST_ERROR}
+    most = profile_bench.MOST_ERROR
+    assert profile_bench._finite(given) == {"fp16": most, "int8": 0.1, "other": most}
 
 
 def test_a_batch_script_of_slurm_is_no_rank():

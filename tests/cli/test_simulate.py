@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hipress.cli import _layers, _sweep
-from hipress.cli._sweep import Setting
+from hipress.cli import sweep
 from hipress.cli.main import main
+from hipress.cli.sweep import Sweep
 from hipress.plan import Decision, Plan
 from hipress.secopa.search import search
 from hipress.secopa.sosp21 import presets, scaling
@@ -89,16 +89,16 @@ def test_a_text_plan_is_played_with_the_codec_beside_it(capsys):
     by_default = rows(*given)[-1]
     said = capsys.readouterr().err
     for name in ("topk(ratio=0.01)", "onebit"):  # without int8, the first of the profile
-        assert f"SeCoPaPlan.txt: played with {name} and ring, left open there\n" in said
+        assert f"SeCoPaPlan.txt: simulated with {name} and ring, which it leaves open\n" in said
     assert with_topk["codec"] == by_default["codec"] == "SeCoPaPlan.txt"
     assert with_topk["bytes_per_rank"] != by_default["bytes_per_rank"]
 
 
 def test_a_plan_for_other_ranks_is_told(capsys):
-    """Catches: slices for 8 ranks that are played on others without a word."""
+    """Catches: partitions for 8 ranks that are simulated on others without a word."""
     Plan(num_ranks=4, gradients={"g0": Decision(codec="onebit")}).save("mine.json")
     rows("--plan", "mine.json", "--nodes", "2,4,8")
-    assert "mine.json: made for 4 ranks and played on 2, 8\n" in capsys.readouterr().err
+    assert "mine.json: made for 4 ranks and simulated on 2, 8\n" in capsys.readouterr().err
     rows("--plan", "mine.json")
     assert "made for" not in capsys.readouterr().err
 
@@ -112,7 +112,7 @@ def test_the_budget_decides_what_auto_may_use_unless_codecs_are_named(argv, code
         seen.append(options["codecs"])
         return search(*given, **options)
 
-    monkeypatch.setattr(_sweep, "search", noted)
+    monkeypatch.setattr(sweep, "search", noted)
     rows("--auto", *argv)
     assert seen == [codecs]
 
@@ -140,11 +140,11 @@ def test_a_timeline_of_the_first_setting(capsys):
     assert "t.json: onebit ps on 4 ranks (the first of several settings)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sweep", [["--nodes", "2,4"], ["--rate", "1gbit,10gbit"]])
-def test_a_plot_is_a_png(sweep):
+@pytest.mark.parametrize("varied", [["--nodes", "2,4"], ["--rate", "1gbit,10gbit"]])
+def test_a_plot_is_a_png(varied):
     """Catches: a plot that fails for one kind of sweep."""
     pytest.importorskip("matplotlib")
-    assert run("--profile", "profile.json", "--plot", "p.png", *sweep) == 0
+    assert run("--profile", "profile.json", "--plot", "p.png", *varied) == 0
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -158,7 +158,7 @@ PROFILE, PRESET = ["--profile", "profile.json"], ["--preset", "aws-v100", "--mod
         ([*PROFILE, "--preset", "aws-v100"], "give either --profile"),
         (["--preset", "dgx"], "preset 'dgx' is none of aws-v100, local-1080ti"),
         (["--preset", "aws-v100", "--model", "vgg91"], "did you mean 'vgg19'?"),
-        ([*PROFILE, "--model", "vgg19"], "--model acts on --preset"),
+        ([*PROFILE, "--model", "vgg19"], "--model vgg19 acts on --preset"),
         ([*PROFILE, "--codec", "int8"], "--codec 'int8' is none of none, onebit, topk(ratio=0.01)"),
         ([*PRESET, "--codec", "powersgd"], "is none of none, fp16, int8"),
         ([*PROFILE, "--nodes", "0"], "--nodes '0' is not a whole number from 1 to 65536"),
@@ -166,8 +166,8 @@ PROFILE, PRESET = ["--profile", "profile.json"], ["--preset", "aws-v100", "--mod
         ([*PROFILE, "--rate", "fast"], "rate 'fast' is not a number above 0 and a unit"),
         ([*PROFILE, "--strategy", "rnig"], "did you mean 'ring'?"),
         (["--profile", "nothing.json"], "profile 'nothing.json' cannot be read"),
-        (["--published", "--nodes", "4"], "--nodes does not go with --published"),
-        (["--published", "--strategy", "ps"], "--strategy does not go with --published"),
+        (["--published", "--nodes", "4"], "--nodes 4 does not go with --published"),
+        (["--published", "--strategy", "ps"], "--strategy ps does not go with --published"),
         (["--published", "--auto"], "--auto does not go with --published"),
         (["--published", "--own-machines"], "--own-machines does not go with --published"),
         (
@@ -196,7 +196,7 @@ def test_refusals_are_one_sentence(argv, text, capsys):
 
 def test_layers_of_a_model_in_the_order_of_backward():
     """Catches: gradients in the order of forward, or work that does not add up."""
-    layers, batch = _layers.layers("mlp")
+    layers, batch = sweep.layers("mlp")
     assert batch == 8
     assert [layer.name for layer in layers] == [
         "4.bias", "4.weight", "2.bias", "2.weight", "0.bias", "0.weight",
@@ -226,10 +226,10 @@ def _key(row):
 @pytest.mark.alone
 def test_128_nodes_of_bert_base_in_5_seconds():
     """Catches: a simulation whose time grows with the number of ranks."""
-    layers, batch = _layers.layers("bert-base")
+    layers, batch = sweep.layers("bert-base")
     made = presets.profile(presets.preset("aws-v100"), "bert-base", layers, batch)
     start = time.perf_counter()
-    found = Setting(profile=made, num_ranks=128, codecs=("onebit",)).rows()
+    found = Sweep(profile=made, num_ranks=128, codecs=("onebit",)).rows()
     assert time.perf_counter() - start < 5
     assert [row["strategy"] for row in found] == ["allreduce", "ps", "ring"]
 
@@ -239,6 +239,6 @@ def test_1024_nodes_work():
     """Catches: graphs of 1,024 ranks that are too large to play."""
     layers = [presets.Layer(name=f"g{k}", numel=10**7, dims=2, work=1e12) for k in range(4)]
     made = presets.profile(presets.preset("aws-v100"), "resnet50", layers)
-    found = Setting(profile=made, num_ranks=1024, codecs=("onebit",)).rows()
+    found = Sweep(profile=made, num_ranks=1024, codecs=("onebit",)).rows()
     assert len(found) == 3
     assert all(row["step_s"] > found[0]["step_s"] * 0.01 for row in found)

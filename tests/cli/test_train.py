@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hipress.cli import _train_view, train
+from hipress.cli import train
 from hipress.cli.main import main
 from hipress.train.config import TrainConfig
 from hipress.train.result import Facts, Result
@@ -38,7 +38,7 @@ def test_lines_log_and_result(tmp_path, capsys):
     assert run("--steps", "12", "--log", str(log), "--log-every", "4", "--json", str(out)) == 0
     said = capsys.readouterr()
     assert "51,978 parameters) on digits (1,200 examples), 1 rank x 32 a step, cpu" in said.err
-    assert "one rank: nobody to exchange gradients with; steps 0 to 12" in said.err
+    assert "one rank: gradients are not exchanged; steps 0 to 12" in said.err
     assert "step 4/12 epoch 0.11 loss " in said.err and " lr 0.01 " in said.err
     assert "step 12: on the test data accuracy " in said.err
     assert said.out.startswith("12 steps in ") and "accuracy " in said.out
@@ -167,7 +167,7 @@ def test_momentum_is_not_applied_twice(caplog):
         (["--data", "synthetic", "--loaders", "2", "--model", "cnn"], "has nothing to load"),
         (["--model", "no.such:thing"], "no.such"),
         (["--plan", "none.json"], "none.json"),
-        (["--lr-decay-epochs", "a,b"], "'a,b' is no list of numbers; give e.g. 50,80."),
+        (["--lr-decay-epochs", "a,b"], "'a,b' is not a list of numbers; give e.g. 50,80."),
         (["--exclude", "nothing.*"], "matches no parameter"),
         (["--batch", "5000"], "give --batch 1200 or less"),
         (["--device", "cuda"], "torch sees no GPU here; give --device cpu."),
@@ -193,25 +193,25 @@ def facts(**changes):
 
 
 def test_what_is_said_of_each_kind_of_exchange():
-    assert "4 ranks x 2 a step" in _train_view.introduction(facts())
-    assert "onebit by ps for 1 of 2 gradients (90.0 %" in _train_view.introduction(facts())
-    plain = _train_view.introduction(facts(codec="uncompressed", strategy=None))
+    assert "4 ranks x 2 a step" in train.introduction(facts())
+    assert "onebit by ps for 1 of 2 gradients (90.0 %" in train.introduction(facts())
+    plain = train.introduction(facts(codec="uncompressed", strategy=None))
     assert "gradients go as DDP sends them" in plain
-    plan = _train_view.introduction(facts(codec="plan", strategy=None))
+    plan = train.introduction(facts(codec="plan", strategy=None))
     assert "plan for 1 of 2 gradients" in plan
-    alone = _train_view.introduction(facts(num_ranks=1))
-    assert "one rank: nobody to exchange gradients with; onebit acts on them all" in alone
+    alone = train.introduction(facts(num_ranks=1))
+    assert "one rank: gradients are not exchanged, but onebit is applied" in alone
 
 
 def test_what_is_said_where_nothing_is_right_or_wrong():
     row = {"kind": "test", "step": 3, "accuracy": None, "test_loss": None}
-    assert _train_view.line(row, facts()) == "step 3: on the test data nothing to score"
+    assert train.line(row, facts()) == "step 3: on the test data nothing to score"
     result = Result(
         num_steps=1, seconds=2.0, steps_per_s=0.5, units_per_s=4000.0, units_per_s_per_rank=1000.0,
         unit="tokens", wire_bytes_per_step=2e6, ratio=3.0, loss=1.5, test_loss=None, accuracy=None,
         memory_bytes=10**6,
     )  # fmt: skip
-    assert _train_view.summary(facts(), result).splitlines() == [
+    assert train.summary(facts(), result).splitlines() == [
         "1 steps in 2.0 s with all around them; steps alone: 0.50 steps/s, 4,000 tokens/s in all, "
         "1,000 per rank",
         "2.000 MB sent a step by each rank, 3.0 x less than plain; 1.0 MB of memory for it",
@@ -221,7 +221,7 @@ def test_what_is_said_where_nothing_is_right_or_wrong():
 
 def test_a_terminal_gets_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with _train_view.view(None) as shown:
+    with train.train_view(None) as shown:
         shown.on_start(facts())
         shown.on_step(4)
         row = {"kind": "step", "step": 4, "loss": 0.5, "units_per_s_per_rank": 300.0}
@@ -229,14 +229,14 @@ def test_a_terminal_gets_a_bar(monkeypatch, capsys):
         shown.on_row({"kind": "test", "step": 5, "accuracy": 50.0, "test_loss": 1.0})
         (task,) = shown._progress.tasks
         assert (task.completed, task.total) == (4, 10)
-        assert task.fields["told"] == "loss 0.5000  1,200 tokens/s"
+        assert task.fields["status"] == "loss 0.5000  1,200 tokens/s"
     assert "accuracy 50.00 %" in capsys.readouterr().err
 
 
 def test_every_option_reaches_the_config(monkeypatch):
     """Catches: an option that is parsed and forgotten."""
     seen = []
-    monkeypatch.setattr(train, "_run", lambda config, log, json: seen.append(config))
+    monkeypatch.setattr(train, "_run", lambda config, log, output: seen.append(config))
     options = {
         "--model": "vgg16", "--data": "synthetic", "--batch": 3, "--side": 40, "--length": 9,
         "--tokens": "words", "--loaders": 2, "--codec": "int8", "--strategy": "ring",

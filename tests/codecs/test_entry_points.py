@@ -246,7 +246,7 @@ def test_a_broken_package_does_not_stop_the_line_up(tmp_path: Path) -> None:
     code = """
 import io, logging
 from hipress.codecs import table
-from hipress.bench.codec_rows import line_up
+from hipress.bench.codecs import line_up
 told_in_log = io.StringIO()
 logging.getLogger("hipress").addHandler(logging.StreamHandler(told_in_log))
 print(json.dumps([names(), table.broken(), line_up(), told_in_log.getvalue().splitlines()]))

@@ -31,8 +31,8 @@ import pytest
 import torch
 
 import hipress
-from hipress.cli._expressions import split_expressions
 from hipress.cli.main import main
+from hipress.cli.options import split_expressions
 from hipress.codecs import table, wrappers
 from hipress.codecs.program import ProgramCodec
 from hipress.compll import build

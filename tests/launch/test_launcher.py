@@ -421,7 +421,7 @@ def test_a_folder_that_is_gone(run, tmp_path):
     done = run("--nproc", 1, "true", cwd=gone, preexec_fn=gone.rmdir)
     assert done.returncode == 2
     assert done.stderr == (
-        "hipress: the folder you are in can not be found any more (No such file or directory); go "
+        "hipress: the current folder does not exist any more (No such file or directory); go "
         "to another, or name one with --dir\n"
     )
 

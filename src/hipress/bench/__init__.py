@@ -1,1 +1,1 @@
-"""The report room: measuring, tables, and the eager-torch yardstick the benches compare with."""
+"""What measures: the workers, rows and baselines of every benchmark, and their pictures."""

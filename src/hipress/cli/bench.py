@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
-from hipress.cli import (
-    bench_convergence,
-    bench_gradient,
-    bench_prediction,
-    bench_sync,
-    bench_train,
+from hipress.bench import machine
+from hipress.cli import bench_cluster, bench_convergence, ui
+from hipress.cli.options import (
+    JsonFile,
+    Repeats,
+    Size,
+    parse_size,
+    split_expressions,
+    whole_numbers,
 )
-from hipress.cli._expressions import split_expressions
-from hipress.cli._machine import available_memory_bytes
 from hipress.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True)
 
 LEAST_COPIES = 4
 """Arrays of the gradient's size that the cheapest row needs: itself, a copy, frame, decoded."""
+MOST_THREADS = 9999
+WIDTH = 1984
+"""Two hidden layers of this width make 4.1M parameters: 16 MB, enough to time."""
 
-_UNIT_BYTES = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-}
+LEGEND = """\
+Error is ||decoded - gradient|| / ||gradient||: 0 is exact, 1 is as far off as sending nothing.
+One message may be far off and training may go well. With error feedback the next messages bring
+what it left out, as the mean of {num_steps} shows. terngrad, minmax and dithering are unbiased:
+their errors cancel over steps and workers. tbq sends nothing until an element has gathered tau, 0.5
+by default, more than this gradient has; dgc sends gathered momentum, larger than the gradient.
+
+Next: docs/compll.md shows how a codec is written, and `hipress bench codecs` times them on 100 MB.
+"""
 
 
 @app.callback(epilog="Example: hipress bench codecs --size 25MB")
@@ -42,71 +44,91 @@ def bench() -> None:
 
 
 app.command(epilog=bench_convergence.EXAMPLE)(bench_convergence.convergence)
-app.command(epilog=bench_gradient.EXAMPLE)(bench_gradient.gradient)
-app.command(epilog=bench_prediction.EXAMPLE)(bench_prediction.prediction)
-app.command(epilog=bench_sync.EXAMPLE)(bench_sync.sync)
-app.command(epilog=bench_train.EXAMPLE)(bench_train.train)
+
+
+@app.command(epilog="Example: hipress bench gradient --json gradient.json")
+def gradient(json: JsonFile = None) -> None:
+    """Run every codec on the gradient of a small network and show what it costs and saves."""
+    from hipress.bench.codecs import digits_gradient, gradient_row, line_up
+
+    output = ui.JsonOutput(json, "bench gradient")
+    taken = digits_gradient(WIDTH)
+    names = line_up()
+    with ui.progress_bar(len(names)) as begin:
+        rows = [gradient_row(name, taken, on_round=begin(name)) for name in names]
+    num_steps = rows[0]["num_steps"]
+    columns = [
+        ui.text("codec"),
+        ui.number("smaller\nby", "ratio", 1),
+        ui.number("error,\n1 step", "error", 4),
+        ui.number(f"error, mean\nof {num_steps} steps", "mean_error", 4),
+        ui.number("encode\nGB/s", "encode_gb_per_s", 1),
+        ui.number("decode\nGB/s", "decode_gb_per_s", 1),
+        ui.number("memcpy\nGB/s", "memcpy_gb_per_s", 1),
+    ]
+    title = f"The gradient of an MLP on digits, {taken.numel() / 1e6:.1f}M parameters, one thread"
+    ui.print_table(title, columns, rows, to_stderr=output.is_stdout)
+    typer.echo(LEGEND.format(num_steps=num_steps), err=output.is_stdout, nl=False)
+    output.write(rows)
+
+
+app.command(epilog=bench_cluster.PREDICTION_EXAMPLE)(bench_cluster.prediction)
+app.command(epilog=bench_cluster.SYNC_EXAMPLE)(bench_cluster.sync)
+app.command(epilog=bench_cluster.TRAIN_EXAMPLE)(bench_cluster.train)
 
 
 @app.command(
     epilog="Example: hipress bench codecs --size 25MB --codecs 'ef(onebit),terngrad' --json f.json"
 )
 def codecs(
-    size: Annotated[str, typer.Option(help="Gradient size: 100MB, 4MiB, 25e6 (bytes).")] = "100MB",
+    size: Size = "100MB",
     threads: Annotated[
-        str,
-        typer.Option(help="Threads for codecs and torch alike; 1,2 times each codec with both."),
+        str, Option(help="Threads for codecs and torch alike; 1,2 times each codec with both.")
     ] = "1",
     codecs: Annotated[
-        str | None, typer.Option(help="Codec expressions, with commas between; all if not given.")
+        str | None, Option(help="Codec expressions, separated by commas; all if not given.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds per codec; medians count.")] = 9,
-    eager: Annotated[bool, typer.Option(help="Time the eager-torch form too.")] = True,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the rows to this file; - for stdout.")
-    ] = None,
+    repeats: Repeats = 9,
+    eager: Annotated[bool, Option(help="Time the eager-torch form too.")] = True,
+    json: JsonFile = None,
 ) -> None:
-    """Encode, decode and decode-add beside memcpy and beside eager torch.
+    """Time encode, decode and decode-add beside memcpy and beside eager torch.
 
     "x memcpy" is memcpy's time divided by the codec's: 0.5 is half the
     speed of a plain copy of the gradient. "x eager" is the time of the
-    same algorithm in eager torch divided by the codec's; "x tuned" the
+    same algorithm in eager torch divided by the codec's; "x tuned" is the
     same for eager torch with every buffer made beforehand.
     """
-    from hipress.bench.codec_rows import line_up
-    from hipress.bench.table import check_json, is_stdout, write_json
+    from hipress.bench.codecs import line_up
 
-    check_json(json)
+    output = ui.JsonOutput(json, "bench codecs")
     size_bytes = parse_size(size)
     _check_memory(size, size_bytes)
+    counts = whole_numbers("--threads", threads, 1, MOST_THREADS)
     expressions = line_up() if codecs is None else split_expressions(codecs)
-    rows = _codec_rows(expressions, size_bytes, parse_threads(threads), repeats, eager)
-    _print_codec_rows(rows, to_stderr=is_stdout(json))
-    if json is not None:
-        write_json(json, "bench codecs", rows)
-
-
-def parse_size(text: str) -> int:
-    """Bytes that a size such as 100MB, 4MiB or 25e6 means, at least one float32.
-
-    >>> parse_size("100MB"), parse_size("4MiB"), parse_size("25e6")
-    (100000000, 4194304, 25000000)
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([kmg]?i?b?)\s*", text.lower())
-    num_bytes = 0
-    if found is not None and found[2] in _UNIT_BYTES:
-        num_bytes = int(float(found[1]) * _UNIT_BYTES[found[2]])
-    if num_bytes < 4:
-        raise UsageError(
-            f"size {text!r} is not a number of bytes, at least 4; write e.g. 100MB (10^6), "
-            "4MiB (2^20) or 25e6."
-        )
-    return num_bytes
+    rows = _codec_rows(expressions, size_bytes, counts, repeats, eager)
+    columns = [
+        ui.text("codec"),
+        *([ui.number("threads")] if len(counts) > 1 else []),
+        ui.number("ratio", digits=1),
+        ui.number("encode\nms", "encode_seconds_median", 2, 1e3),
+        ui.number("x\nmemcpy", "encode_x_memcpy", 2),
+        ui.number("x\neager", "encode_x_eager", 1),
+        ui.number("x\ntuned", "encode_x_tuned", 1),
+        ui.number("decode\nms", "decode_seconds_median", 2, 1e3),
+        ui.number("x\nmemcpy", "decode_x_memcpy", 2),
+        ui.number("dec-add\nms", "decode_add_seconds_median", 2, 1e3),
+        ui.number("x\nmemcpy", "decode_add_x_memcpy", 2),
+    ]
+    said = " and ".join(map(str, counts))
+    title = f"{size_bytes // 4 * 4 / 1e6:g} MB of float32, {said} thread(s), medians"
+    ui.print_table(title, columns, rows, to_stderr=output.is_stdout)
+    output.write(rows)
 
 
 def _check_memory(text: str, size_bytes: int) -> None:
-    """Refuse a gradient that memory cannot hold, with what a run makes of it."""
-    available = available_memory_bytes()
+    """Refuses a gradient that memory cannot hold, with what a run makes of it."""
+    available = machine.available_memory_bytes()
     if available is not None and LEAST_COPIES * size_bytes > available:
         raise UsageError(
             f"size {text!r} is {size_bytes / 1e6:,.0f} MB, and a run holds at least {LEAST_COPIES} "
@@ -115,68 +137,27 @@ def _check_memory(text: str, size_bytes: int) -> None:
         )
 
 
-def parse_threads(text: str) -> list[int]:
-    """The numbers of threads that a text such as 1 or 1,2 means.
-
-    >>> parse_threads("1,2")
-    [1, 2]
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[1-9][0-9]{0,3}", part) for part in parts):
-        raise UsageError(
-            f"threads {text!r} is no number of threads from 1 to 9999; write e.g. 2, or 1,2 to "
-            "time each codec with both."
-        )
-    return [int(part) for part in dict.fromkeys(parts)]
-
-
 def _codec_rows(
     expressions: list[str], size_bytes: int, threads: list[int], repeats: int, with_eager: bool
 ) -> list[dict[str, Any]]:
-    """One row per codec and number of threads, with a progress bar on stderr."""
+    """Returns one row per codec and number of threads, with a progress bar on stderr."""
     import hipress
-    from hipress.bench.codec_rows import gaussian, speed_row
-    from hipress.bench.table import progress_bar
+    from hipress.bench.codecs import gaussian, speed_row
 
     for expression in expressions:
         # A misspelt last one must not cost a minute, nor one that takes fewer elements.
         hipress.codec(expression).wire_bytes(size_bytes // 4)
     x = gaussian(size_bytes)
-    rows = []
-    with progress_bar(len(expressions) * len(threads)) as begin:
-        for expression in expressions:
-            for count in threads:  # side by side, so that a slow minute of the machine hits all
-                rows.append(
-                    speed_row(
-                        expression,
-                        x,
-                        threads=count,
-                        repeats=repeats,
-                        with_eager=with_eager,
-                        on_round=begin(expression),
-                    )
-                )
-    return rows
-
-
-def _print_codec_rows(rows: list[dict[str, Any]], to_stderr: bool) -> None:
-    from hipress.bench.table import Column, fixed, print_table
-
-    columns = [
-        Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),
-        Column(header="ratio", show=fixed("ratio", 1)),
-    ]
-    counts = list(dict.fromkeys(str(row["threads"]) for row in rows))
-    if len(counts) > 1:
-        columns.insert(1, Column(header="threads", show=lambda row: str(row["threads"])))
-    for verb, header in (("encode", "encode"), ("decode", "decode"), ("decode_add", "dec-add")):
-        columns += [
-            Column(header=f"{header}\nms", show=fixed(f"{verb}_seconds_median", 2, scale=1e3)),
-            Column(header="x\nmemcpy", show=fixed(f"{verb}_x_memcpy", 2)),
+    with ui.progress_bar(len(expressions) * len(threads)) as begin:
+        return [
+            speed_row(
+                expression,
+                x,
+                threads=count,
+                repeats=repeats,
+                with_eager=with_eager,
+                on_round=begin(expression),
+            )
+            for expression in expressions
+            for count in threads  # side by side, so that a slow minute of the machine hits all
         ]
-        if verb == "encode":
-            columns.append(Column(header="x\neager", show=fixed("encode_x_eager", 1)))
-            columns.append(Column(header="x\ntuned", show=fixed("encode_x_tuned", 1)))
-    size = rows[0]["size_bytes"]
-    title = f"{size / 1e6:g} MB of float32, {' and '.join(counts)} thread(s), medians"
-    print_table(title, columns, rows, to_stderr=to_stderr)

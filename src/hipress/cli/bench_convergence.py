@@ -2,90 +2,115 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from hipress.cli import _cluster
-from hipress.cli._expressions import split_expressions
-from hipress.cli.bench_train import PROCESS_BYTES
+from hipress.cli import ui
+from hipress.cli.options import (
+    PROCESS_BYTES,
+    ClusterOptions,
+    JsonFile,
+    Loopback,
+    check_memory,
+    refuse,
+    split_expressions,
+    takes_options,
+)
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
-    from hipress.cli._convergence_rank import Config
+    from hipress.bench.convergence import ConvergenceBenchmark
     from hipress.train.convergence import ConvergenceTask
 
 EXAMPLE = "Example: hipress bench convergence --data digits --codecs onebit,topk --plot curves.png"
 LEAST_RATE = 1e-6
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+"""What stands between these two lines of a page is made by the command."""
 
 
-def convergence(
+@dataclass(frozen=True, kw_only=True)
+class ConvergenceOptions:
+    """What is trained, with which codecs, and by whom."""
+
     data: Annotated[
         str | None,
-        typer.Option(
-            help="digits and fashion-mnist, with a comma between, or all; if not given, both, "
-            "the second only where its folder is known."
+        Option(
+            help="digits, fashion-mnist, or all of them; if not given, both, the second only "
+            "where its folder is known."
         ),
-    ] = None,
+    ] = None
     codecs: Annotated[
-        str | None, typer.Option(help="Codec expressions, with commas between; all if not given.")
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per codec; their mean counts.")] = 3,
+        str | None, Option(help="Codec expressions, separated by commas; all if not given.")
+    ] = None
+    seeds: Annotated[int, Option(min=1, help="Runs per codec; their mean counts.")] = 3
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Virtual workers of a run; 4 if not given.")
-    ] = None,
+        int | None, Option(min=1, help="Virtual workers of a run; 4 if not given.")
+    ] = None
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of a run; if not given, the task's own.")
-    ] = None,
+        int | None, Option(min=1, help="Steps of a run; if not given, the task's own.")
+    ] = None
     learning_rate: Annotated[
-        float | None,
-        typer.Option(min=LEAST_RATE, help="At the start; if not given, the task's own."),
-    ] = None,
+        float | None, Option(min=LEAST_RATE, help="At the start; if not given, the task's own.")
+    ] = None
     jobs: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Runs at a time, 1 if not given; the results do not depend on it."
-        ),
-    ] = None,
+        Option(min=1, help="Runs at a time, 1 if not given; the results do not depend on it."),
+    ] = None
     hosts: Annotated[
         int | None,
-        typer.Option(min=2, max=64, help="Train over a network instead: hosts, one rank each."),
-    ] = None,
+        Option(min=2, max=64, help="Train over a network instead: hosts, one rank each."),
+    ] = None
     rate: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="With --hosts the rate of each host's link, each way; 1gbit if not given, none "
             "as fast as this machine can. Without --hosts the learning rate."
         ),
-    ] = None,
+    ] = None
     strategy: Annotated[
         str | None,
-        typer.Option(help="With --hosts: ps, ring, hierarchical or allreduce; ps if not given."),
-    ] = None,
-    loopback: Annotated[
-        bool,
-        typer.Option("--loopback", help="With --hosts: all ranks on 127.0.0.1, nothing shaped."),
-    ] = False,
+        Option(help="With --hosts: ps, ring, hierarchical or allreduce; ps if not given."),
+    ] = None
+    loopback: Loopback = False
     timeout: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0, help="With --hosts: seconds after which the runs of a data set are given up."
         ),
-    ] = None,
+    ] = None
     data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder of Fashion-MNIST; if not given, HIPRESS_FASHION_MNIST."),
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write the rows to this file; - for stdout.")
-    ] = None,
+        Path | None, Option(help="Folder of Fashion-MNIST; if not given, HIPRESS_FASHION_MNIST.")
+    ] = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of Fashion-MNIST, if it is known."""
+        from hipress import settings
+
+        return self.data_dir or settings.fashion_mnist()
+
+    @property
+    def expressions(self) -> list[str]:
+        """The codecs to train with."""
+        from hipress.train.convergence import default_codecs
+
+        return default_codecs() if self.codecs is None else split_expressions(self.codecs)
+
+
+@takes_options
+def convergence(
+    options: ConvergenceOptions,
+    json: JsonFile = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Put the table between the markers of this page.")
+        Path | None, Option(help="Put the table between the markers of this page.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the curves to this file.")] = None,
 ) -> None:
     """Train with every codec and with none, and compare test accuracies.
 
@@ -97,61 +122,34 @@ def convergence(
     the same seed and number of steps, the mean of all seeds.
     Exit code 1: ranks of a run ended with different parameters.
     """
-    from hipress.bench import convergence_table as table
-    from hipress.bench.table import check_json, is_stdout, write_json
-    from hipress.train.convergence import default_codecs
-
-    check_json(json)
-    table.check_outputs(markdown, plot)
-    if hosts is None:
-        _refuse(
-            {"--strategy": strategy, "--loopback": loopback or None, "--timeout": timeout},
-            "is for a network; give --hosts too, or leave it out.",
-        )
-        learning_rate = _learning_rate(rate, learning_rate)
+    output = ui.JsonOutput(json, "bench convergence")
+    check_outputs(markdown, plot)
+    if options.hosts is None:
+        network = {name: getattr(options, name) for name in ("strategy", "loopback", "timeout")}
+        refuse(network, "is for a network; give --hosts too, or leave it out.")
+        rows = _rows(options)
     else:
-        _refuse(
-            {"--workers": workers, "--jobs": jobs},
-            "is for virtual workers; leave it out with --hosts.",
-        )
-    tasks = _tasks(data, data_dir, steps, learning_rate)
-    expressions = default_codecs() if codecs is None else split_expressions(codecs)
-    if hosts is None:
-        rows = _rows(tasks, expressions, seeds, workers or 4, data_dir, jobs or 1)
-    else:
-        configs = _configs(
-            tasks,
-            expressions,
-            num_seeds=seeds,
-            hosts=hosts,
-            rate=rate or ("none" if loopback else "1gbit"),
-            strategy=strategy or "ps",
-            is_shaped=not loopback,
-            folder=data_dir,
-        )
-        rows = _cluster_rows(configs, timeout)
-    table.print_rows(rows, to_stderr=is_stdout(json))
-    if json is not None:
-        write_json(json, "bench convergence", rows)
+        virtual = {"workers": options.workers, "jobs": options.jobs}
+        refuse(virtual, "is for virtual workers; leave it out with --hosts.")
+        rows = _cluster_rows(options, options.hosts)
+    print_rows(rows, to_stderr=output.is_stdout)
+    output.write(rows)
     if markdown is not None:
-        table.write_markdown(markdown, rows)
+        write_markdown(markdown, rows)
     if plot is not None:
-        table.plot(plot, rows)
-    if hosts is not None:
-        _cluster.tell_problems(rows)
+        from hipress.bench.plots import draw_accuracies
+
+        draw_accuracies(plot, {_title(group[0]): group for group in by_data(rows)})
+    if options.hosts is not None:
+        ui.report_problems(rows)
 
 
-def _refuse(given: dict[str, Any], why: str) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise UsageError(f"{name} {why}")
-
-
-def _learning_rate(rate: str | None, learning_rate: float | None) -> float | None:
-    """The wish of a run without a network, where `--rate` speaks of learning."""
-    if rate is None:
-        return learning_rate
-    if learning_rate is not None:
+def _learning_rate(options: ConvergenceOptions) -> float | None:
+    """Returns the learning rate, which `--rate` means too where there is no network."""
+    rate = options.rate
+    if options.hosts is not None or rate is None:
+        return options.learning_rate
+    if options.learning_rate is not None:
         raise UsageError("--rate is the learning rate too where --hosts is not given; give one.")
     try:
         value = float(rate)
@@ -165,158 +163,208 @@ def _learning_rate(rate: str | None, learning_rate: float | None) -> float | Non
     return value
 
 
-def _tasks(
-    data: str | None, folder: Path | None, num_steps: int | None, rate: float | None
-) -> list[ConvergenceTask]:
-    """What is to be trained; without a wish, all that is there."""
-    from hipress import settings
+def _tasks(options: ConvergenceOptions) -> list[ConvergenceTask]:
+    """Returns what is to be trained; all data sets that are there if none is named."""
     from hipress.train.convergence import TASKS, task
 
-    names = list(TASKS) if data in (None, "all") else [name.strip() for name in data.split(",")]
-    if data is None and (folder or settings.fashion_mnist()) is None:
+    names = list(TASKS) if options.data in (None, "all") else split_expressions(str(options.data))
+    if options.data is None and options.folder is None:
         names.remove("fashion-mnist")
         typer.echo(
             "fashion-mnist is left out: set HIPRESS_FASHION_MNIST or --data-dir to its folder.",
             err=True,
         )
+    rate = _learning_rate(options)
     tasks = [task(name) for name in dict.fromkeys(names)]
-    return [
-        dataclasses.replace(t, num_steps=num_steps or t.num_steps, rate=rate or t.rate)
-        for t in tasks
-    ]
+    return [replace(t, num_steps=options.steps or t.num_steps, rate=rate or t.rate) for t in tasks]
 
 
-def _rows(
-    tasks: list[ConvergenceTask],
-    expressions: list[str],
-    num_seeds: int,
-    num_workers: int,
-    folder: Path | None,
-    jobs: int,
-) -> list[dict[str, Any]]:
-    """One row per data set and codec, with a progress bar on stderr."""
-    from hipress.bench.table import progress_bar
+def _rows(options: ConvergenceOptions) -> list[dict[str, Any]]:
+    """Returns one row per data set and codec, trained by virtual workers."""
     from hipress.train.convergence import check, compare, names_of
 
+    tasks, expressions = _tasks(options), options.expressions
+    shared: dict[str, Any] = {"num_workers": options.workers or 4, "folder": options.data_dir}
     for task in tasks:  # a missing second data set must not cost the minutes of the first
-        check(task, expressions, num_workers=num_workers, folder=folder)
-    num_runs = len(tasks) * num_seeds * len(names_of(expressions))
+        check(task, expressions, **shared)
     rows = []
-    with progress_bar(num_runs) as begin:
+    with ui.progress_bar(len(tasks) * options.seeds * len(names_of(expressions))) as begin:
         for task in tasks:
             rows += compare(
                 task,
                 expressions,
-                num_seeds=num_seeds,
-                num_workers=num_workers,
-                folder=folder,
-                jobs=jobs,
+                num_seeds=options.seeds,
+                jobs=options.jobs or 1,
                 on_run=lambda label: begin(label)(1.0),
+                **shared,
             )
     return rows
 
 
-def _configs(
-    tasks: list[ConvergenceTask],
-    expressions: list[str],
-    *,
-    num_seeds: int,
-    hosts: int,
-    rate: str,
-    strategy: str,
-    is_shaped: bool,
-    folder: Path | None,
-) -> list[Config]:
-    """What the ranks are told for each data set; all that can be refused is refused here."""
-    from hipress import settings
+def _cluster_rows(options: ConvergenceOptions, hosts: int) -> list[dict[str, Any]]:
+    """Returns one row per data set and codec, trained by ranks on a lab for each data set."""
+    from hipress.bench import cluster, convergence
+
+    benchmarks = _benchmarks(options, hosts)
+    rows = []
+    with ui.progress_bar(len(benchmarks)) as begin:
+        for one in benchmarks:
+            on_part = begin(f"{one.data}, {hosts} hosts")
+            found = cluster.run("hipress.bench.convergence", one, options.timeout, on_part)
+            rows += convergence.rows(one, found["runs"])
+    return rows
+
+
+def _benchmarks(options: ConvergenceOptions, hosts: int) -> list[ConvergenceBenchmark]:
+    """Returns what the ranks train, for each data set; refuses all that can be refused."""
+    from hipress.bench.convergence import ConvergenceBenchmark
     from hipress.casync.graphs.strategies import check as check_strategy
-    from hipress.cli._convergence_rank import Config
-    from hipress.lab.links import parse_rate
     from hipress.train.convergence import check, loaded, make_model, names_of
 
+    strategy, folder, expressions = options.strategy or "ps", options.folder, options.expressions
+    tasks = _tasks(options)
     check_strategy(strategy)
-    _cluster.check_network([rate], "none", is_shaped=is_shaped)
-    folder = folder or settings.fashion_mnist()
-    configs = []
+    cluster = ClusterOptions(hosts=hosts, rate=options.rate, loopback=options.loopback)
+    shared = cluster.one_benchmark()
+    found = []
     for task in tasks:
         check(task, expressions, num_workers=hosts, folder=folder)
         data = loaded(task.data, folder)
         # As bytes, and once as float32 to find their mean.
         data_bytes = 5 * (data.train_images.nbytes + data.test_images.nbytes)
-        _cluster.check_memory(
-            f"{task.data} on {hosts} hosts",
-            hosts * (PROCESS_BYTES + data_bytes),
-            "give fewer --hosts",
-        )
-        configs.append(
-            Config(
-                num_hosts=hosts,
-                rate=rate,
-                rate_bits=parse_rate(rate),
-                delay="none",
-                is_shaped=is_shaped,
-                repeats=num_seeds,
-                device="cpu",
-                result="",
+        needed_bytes = hosts * (PROCESS_BYTES + data_bytes)
+        check_memory(f"{task.data} on {hosts} hosts", needed_bytes, "give fewer --hosts")
+        found.append(
+            ConvergenceBenchmark(
+                **shared,
+                num_elements=sum(p.numel() for p in make_model(task, data, 0).parameters()),
+                repeats=options.seeds,
                 data=task.data,
                 folder=None if folder is None else str(folder.absolute()),
                 num_steps=task.num_steps,
                 learning_rate=task.rate,
-                num_parameters=sum(p.numel() for p in make_model(task, data, 0).parameters()),
                 names=tuple(names_of(expressions)),
                 strategy=strategy,
             )
         )
-    return configs
+    return found
 
 
-def _cluster_rows(configs: list[Config], timeout: float | None) -> list[dict[str, Any]]:
-    """The rows of all data sets, each a job on a lab of its own, with a progress bar on stderr."""
-    from hipress.bench.table import progress_bar
-
-    rows = []
-    with progress_bar(len(configs)) as begin:
-        for config in configs:
-            label = f"{config.data}, {config.num_hosts} hosts"
-            found = _cluster.run("hipress.cli._convergence_rank", config, timeout, begin(label))
-            rows += _with_network(config, found["runs"])
-    return rows
+# --- table and page -------------------------------------------------------------------------------
 
 
-def _with_network(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of runs, and in each what was seen of the network."""
-    from hipress.train.convergence import Run, rows
-    from hipress.train.virtual_sync import PLAIN
+def print_rows(rows: Sequence[ui.Row], *, to_stderr: bool = False) -> None:
+    """Prints one table for each data set."""
+    ways = [ui.number("times smaller\nout", "ratio_out", 1), ui.number("\nback", "ratio_back", 1)]
+    if "hosts" in rows[0]:  # there bytes are counted on both ways together
+        ways = [
+            ui.number("times\nsmaller", "ratio", 1),
+            ui.number("MB per step\nand rank", "wire_bytes_per_rank", 4, 1e-6),
+        ]
+    columns = [
+        ui.text("codec"),
+        *ways,
+        ui.number("accuracy\n%", "accuracy", 2),
+        ui.Column(header="difference\npoints", show=lambda row: _signed(row["difference"])),
+        ui.Column(header="over seeds\nfrom .. to", show=_spread),
+        ui.Column(header="within\n1 point", show=_verdict),
+    ]
+    for group in by_data(rows):
+        ui.print_table(_title(group[0]), columns, group, to_stderr=to_stderr)
 
-    by_name = {name: [one for one in found if one["run"]["codec"] == name] for name in config.names}
-    plain_bytes = by_name[PLAIN][0]["wire_bytes"]
-    runs = [Run(**one["run"]) for one in found]
-    compared = []
-    for row in rows(config.task, config.names, runs, num_workers=config.num_hosts):
-        group = by_name[row["codec"]]
-        first = group[0]
-        compared.append(
-            row
-            | {
-                "hosts": config.num_hosts,
-                "rate": config.rate,
-                "learning_rate": config.learning_rate,
-                "strategy": None if row["codec"] == PLAIN else config.strategy,
-                "ratio": round(plain_bytes / first["wire_bytes"], 2),
-                "wire_bytes_per_rank": first["wire_bytes"],
-                "wire_bytes_busiest_rank": first["busiest_bytes"],
-                "interface_bytes_per_rank": first["interface_bytes"],
-                "problem": _problem(config, group),
-            }
+
+def markdown(rows: Sequence[ui.Row]) -> str:
+    """Returns the rows as one Markdown table: a line per codec, the data sets side by side."""
+    groups = by_data(rows)
+    header = ["codec"]
+    for group in groups:
+        header += [f"{group[0]['data']}, times smaller", "accuracy", "difference", "within"]
+    lines = [header, ["---"] * len(header)]
+    for name in dict.fromkeys(row["codec"] for row in rows):
+        cells = [f"`{name}`" if name != rows[0]["codec"] else name]
+        for group in groups:
+            row = next((row for row in group if row["codec"] == name), None)
+            cells += ["-"] * 4 if row is None else _cells(row)
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def write_markdown(path: Path, rows: Sequence[ui.Row]) -> None:
+    """Puts the table between the two marker lines of a page."""
+    head, tail = _around_table(path)
+    with ui.writing(path, "--markdown"):
+        path.write_text(f"{head}{BEGIN}\n\n{markdown(rows)}\n{END}{tail}", "utf-8")
+
+
+def check_outputs(page: Path | None, picture: Path | None) -> None:
+    """Refuses a page or a picture that cannot be made, before the runs cost minutes."""
+    if page is not None:
+        _around_table(page)
+        ui.check_writable(page, "--markdown")
+    if picture is None:
+        return
+    from hipress.bench.plots import figure
+
+    formats = figure(1, 1).canvas.get_supported_filetypes()
+    if not picture.parent.is_dir() or picture.suffix.removeprefix(".") not in formats:
+        raise UsageError(
+            f"cannot draw {str(picture)!r}; give --plot a file such as curves.png in a folder "
+            "that exists."
         )
-    return compared
 
 
-def _problem(config: Config, runs: list[dict[str, Any]]) -> str | None:
-    seeds = [str(one["run"]["seed"]) for one in runs if not one["ranks_agree"]]
-    if not seeds:
-        return None
+def by_data(rows: Sequence[ui.Row]) -> list[list[ui.Row]]:
+    """Returns the rows of each data set, in order."""
+    names = dict.fromkeys(row["data"] for row in rows)
+    return [[row for row in rows if row["data"] == name] for name in names]
+
+
+def _around_table(page: Path) -> tuple[str, str]:
+    """Returns what stands on the page before and after the table and its markers."""
+    try:
+        text = page.read_text("utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {str(page)!r}: {error.strerror}; give --markdown a page that exists."
+        ) from error
+    head, begin, rest = text.partition(BEGIN + "\n")
+    _, end, tail = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in tail:
+        raise UsageError(
+            f"{str(page)!r} must have the line {BEGIN!r} and after it {END!r}, once each; "
+            "add them where the table is to stand."
+        )
+    return head, tail
+
+
+def _title(row: ui.Row) -> str:
+    who, rate = f"{row['num_workers']} worker(s)", row["rate"]
+    if "hosts" in row:
+        link = "" if row["rate"] == "none" else f" at {row['rate']}"
+        who, rate = f"{row['hosts']} hosts{link}", row["learning_rate"]
     return (
-        f"{config.data} with {runs[0]['run']['codec']}: ranks ended with different parameters, "
-        f"seed {', '.join(seeds)}."
+        f"{row['data']}: {who}, {row['num_steps']} step(s) from rate {rate:g}, "
+        f"{len(row['curves'])} seed(s)"
     )
+
+
+def _cells(row: ui.Row) -> list[str]:
+    difference = f"{_signed(row['difference'])} ({_spread(row)})"
+    ratios = (
+        f"{row['ratio']:.1f}"
+        if "hosts" in row
+        else f"{row['ratio_out']:.1f} / {row['ratio_back']:.1f}"
+    )
+    return [ratios, f"{row['accuracy']:.2f}", difference, _verdict(row)]
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}"
+
+
+def _spread(row: ui.Row) -> str:
+    return f"{_signed(row['difference_min'])} .. {_signed(row['difference_max'])}"
+
+
+def _verdict(row: ui.Row) -> str:
+    return "yes" if row["within"] else "**no**"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from hipress.errors import HipressError, ProgramError, UsageError
 
@@ -27,20 +28,20 @@ WIDTHS = (1, 2, 4, 8)
 WIDTH = 2
 """What `show` and `build` use for it."""
 SHARE = 0.5
-"""What stands for a float parameter that has no value, where the size of a frame depends on it."""
+"""The value of a float parameter that has none, where the size of a frame depends on it."""
 NUMEL = 1_000_000
-"""Elements of the gradient that `check` tells the size of a frame for."""
+"""Elements of the gradient whose frame size `check` prints."""
 
 _File = Annotated[
-    str, typer.Argument(metavar="FILE", help="A .pse program, or the name of a built-in codec.")
+    str, Argument(metavar="FILE", help="A .pse program, or the name of a built-in codec.")
 ]
 _Params = Annotated[
     list[str] | None,
-    typer.Option("--param", metavar="NAME=VALUE", help="Set a parameter; may be given often."),
+    Option("--param", metavar="NAME=VALUE", help="Set a parameter; may be given often."),
 ]
-_Ef = Annotated[bool, typer.Option("--ef", help="Fuse error feedback into encode.")]
+_Ef = Annotated[bool, Option("--ef", help="Fuse error feedback into encode.")]
 _Momentum = Annotated[
-    float | None, typer.Option(metavar="MU", help="Fuse momentum into encode, e.g. 0.9.")
+    float | None, Option(metavar="MU", help="Fuse momentum into encode, e.g. 0.9.")
 ]
 
 
@@ -52,17 +53,13 @@ def compll() -> None:
 @app.command(epilog="Example: hipress compll build TernGradEncode.pse -o ops --param bitwidth=4")
 def build(
     file: _File,
-    body: Annotated[
-        bool, typer.Option("-b", help="Write the bodies: kernels for CPU and GPU.")
-    ] = False,
-    wrapper: Annotated[
-        bool, typer.Option("-w", help="Write the wrapper: functions on tensors.")
-    ] = False,
+    body: Annotated[bool, Option("-b", help="Write the bodies: kernels for CPU and GPU.")] = False,
+    wrapper: Annotated[bool, Option("-w", help="Write the wrapper: functions on tensors.")] = False,
     registration: Annotated[
-        bool, typer.Option("-r", help="Write the registration: operators for torch.compile.")
+        bool, Option("-r", help="Write the registration: operators for torch.compile.")
     ] = False,
-    framework: Annotated[str, typer.Option("-f", help="The framework: torch.")] = "torch",
-    output: Annotated[Path, typer.Option("-o", help="Folder to write the package into.")] = Path(),
+    framework: Annotated[str, Option("-f", help="The framework: torch.")] = "torch",
+    output: Annotated[Path, Option("-o", help="Folder to write the package into.")] = Path(),
     param: _Params = None,
     ef: _Ef = False,
     momentum: _Momentum = None,
@@ -100,13 +97,13 @@ def show(
     file: _File,
     stage: Annotated[
         Literal["ast", "passes", "reference", "cpu", "gpu"],
-        typer.Option(help="The tree, the list of passes, or what a backend makes of them."),
+        Option(help="The tree, the list of passes, or what a backend makes of them."),
     ] = "passes",
     param: _Params = None,
     ef: _Ef = False,
     momentum: _Momentum = None,
     dtype: Annotated[
-        Literal["f32", "f16", "bf16"], typer.Option(help="Storage of the gradient.")
+        Literal["f32", "f16", "bf16"], Option(help="Storage of the gradient.")
     ] = "f32",
 ) -> None:
     """Print a program at one stage of its way to kernels."""
@@ -144,7 +141,7 @@ def check(file: _File, param: _Params = None) -> None:
 
 
 def _program(file: str) -> Program:
-    """The program in a file, whole or one function of it, or that of a built-in codec."""
+    """Returns the program in a file, whole or one function of it, or that of a built-in codec."""
     from hipress.compll.build import parse_program
     from hipress.compll.tools.half import read_any
 
@@ -155,7 +152,7 @@ def _program(file: str) -> Program:
 
 
 def _source(file: str) -> Source:
-    """The tree of a file, or of a built-in codec's program."""
+    """Returns the tree of a file, or of a built-in codec's program."""
     from hipress.compll.build import read_source
     from hipress.compll.front.parse import parse
 
@@ -164,7 +161,7 @@ def _source(file: str) -> Source:
 
 
 def _is_file(file: str) -> bool:
-    """Whether the user means a file: it is there, or its name looks like one."""
+    """Returns whether the user means a file: it exists, or its name looks like one."""
     return Path(file).is_file() or not re.fullmatch(r"\w+", file)
 
 
@@ -204,7 +201,7 @@ def _functions(program: Program) -> list[str]:
 
 
 def _values(items: Sequence[str] | None) -> dict[str, int | float]:
-    """Parameters from the command line.
+    """Returns parameters from the command line.
 
     >>> _values(["bitwidth=4", "tau=1e-3", "exact=true"])
     {'bitwidth': 4, 'tau': 0.001, 'exact': 1}
@@ -235,12 +232,12 @@ def _number(text: str) -> int | float | None:
 
 
 def _unset(program: Program, given: dict[str, int | float]) -> list[Param]:
-    """Parameters that have no value."""
+    """Returns the parameters that have no value."""
     return [p for p in program.params if p.default is None and p.name not in given]
 
 
 def _filled(program: Program, given: dict[str, int | float]) -> dict[str, int | float]:
-    """The values given, and a stand-in for each that is missing; it is told on stderr."""
+    """Returns the values given, and a default for each that is missing, with a note on stderr."""
     values = dict(given)
     for p in _unset(program, given):
         values[p.name] = SHARE if p.runtime else WIDTH
@@ -259,7 +256,7 @@ def _variant(ef: bool, momentum: float | None) -> Variant:
     if momentum is not None and not fraction(momentum):
         raise UsageError(f"--momentum {momentum} must be {FRACTION_RULE}, e.g. 0.9.")
     wanted = momentum is not None
-    return Variant(feedback=ef, momentum=wanted, nesterov=wanted)  # as momentum(...) has it
+    return Variant(feedback=ef, momentum=wanted, nesterov=wanted)  # as in momentum(...)
 
 
 # What `check` finds.
@@ -273,7 +270,7 @@ class _Checked:
 
 
 def _checked(program: Program, given: dict[str, int | float]) -> _Checked:
-    """Makes every kernel of a program, once for each width where one is missing."""
+    """Makes every kernel of a program, once for each width if one is missing."""
     unset = _unset(program, given)
     floats = {p.name: SHARE for p in unset if p.runtime}
     widths = [p.name for p in unset if not p.runtime]
@@ -306,7 +303,7 @@ def _try(bound: Bound) -> None:
 
 
 def _report(bound: Bound) -> list[tuple[str, str]]:
-    """Labels and texts: parameters, what each kernel moves, the size of a frame."""
+    """Returns labels and texts: parameters, what each kernel moves, the size of a frame."""
     from hipress.codecs.frame import frame_bytes
     from hipress.compll.passes.cost import cost
     from hipress.compll.passes.derive import Variant

@@ -6,16 +6,18 @@ by the hosts' interfaces.
 
 from __future__ import annotations
 
-import json as json_
+import json as json_text
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from hipress.cli._demo_view import DemoView, demo_view
+from hipress.cli import ui
+from hipress.cli.options import JsonFile, takes_options
 from hipress.errors import HipressError, LabError, UsageError
 
 if TYPE_CHECKING:
@@ -23,29 +25,32 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-RATE = "100mbit"
 MODEL = "cnn"
 CODEC = "momentum(ef(onebit))"
 """dist-EF-SGDM. In so few steps `onebit` beside the optimizer's momentum ends some points lower."""
 BATCH = 16
-STEPS = 120
 LEARNING_RATE = 0.02
 LONGEST_S = 600.0
-"""Of one training: a demo that takes longer is broken."""
+"""Seconds of one training: a demo that takes longer is broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class DemoOptions:
     """What both trainings have in common."""
 
-    hosts: int
-    rate: str | None
-    """None: not shaped."""
-    steps: int
-    seed: int
+    hosts: Annotated[int, Option(min=2, max=16, help="Emulated hosts, a rank each.")] = 4
+    rate: Annotated[str | None, Option(help="Rate of each host's link, each way.")] = "100mbit"
+    """None where links cannot be emulated."""
+    steps: Annotated[int, Option(min=10, help="Steps of each run.")] = 120
+    seed: Annotated[int, Option(min=0, help="Seed of weights and batches.")] = 0
+
+    @property
+    def where(self) -> str:
+        """The links, for titles."""
+        return "no emulated links" if self.rate is None else f"{self.rate} links"
 
     def argv(self, codec: str) -> list[str]:
-        """The command of each rank."""
+        """Returns the command of each rank."""
         return [
             *(sys.executable, "-m", "hipress", "train"),
             *("--model", MODEL, "--data", "digits", "--codec", codec),
@@ -56,16 +61,12 @@ class Setting:
 
 
 @app.command(epilog="Example: hipress demo --rate 50mbit --codec 'dgc(ratio=0.01)'")
+@takes_options
 def demo(
-    hosts: Annotated[int, typer.Option(min=2, max=16, help="Emulated hosts, a rank each.")] = 4,
-    rate: Annotated[str, typer.Option(help="Rate of each host's link, each way.")] = RATE,
-    codec: Annotated[str, typer.Option(help="Codec expression of the second run.")] = CODEC,
-    steps: Annotated[int, typer.Option(min=10, help="Steps of each run.")] = STEPS,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
-    plot: Annotated[Path, typer.Option(help="PNG of the loss over time.")] = Path("demo.png"),
-    json: Annotated[
-        Path | None, typer.Option(help="Write the rows to this file; - for stdout.")
-    ] = None,
+    options: DemoOptions,
+    codec: Annotated[str, Option(help="Codec expression of the second run.")] = CODEC,
+    plot: Annotated[Path, Option(help="PNG of the loss over time.")] = Path("demo.png"),
+    json: JsonFile = None,
 ) -> None:
     """Train the same model on an emulated cluster, without and with compression.
 
@@ -74,45 +75,59 @@ def demo(
     emulated links both runs use 127.0.0.1, and nothing is slow.
     """
     import hipress
-    from hipress.bench.table import check_json, is_stdout, write_json
     from hipress.lab.links import parse_rate
     from hipress.train.virtual_sync import PLAIN
 
-    check_json(json)
+    output = ui.JsonOutput(json, "demo")
     _check_plot(plot)
     hipress.codec(codec)
-    parse_rate(rate)
-    why = _refusal(rate)
-    setting = Setting(hosts=hosts, rate=None if why else rate, steps=steps, seed=seed)
-    where = f"{hosts} emulated hosts with {rate} links" if not why else f"{hosts} ranks, no links"
-    typer.echo(f"Training {MODEL} on digits, {steps} steps: {where}.", err=True)
+    parse_rate(options.rate)
+    why = _refusal(str(options.rate))
+    where = f"{options.hosts} emulated hosts with {options.where}"
+    if why:
+        options = replace(options, rate=None)
+        where = f"{options.hosts} ranks, no links"
+    typer.echo(f"Training {MODEL} on digits, {options.steps} steps: {where}.", err=True)
     if why:
         typer.echo(f"Links cannot be emulated here: {why} Nothing is slow, then.", err=True)
     started = time.monotonic()
-    with demo_view() as view:
-        rows = [_train(setting, name, view) for name in dict.fromkeys((PLAIN, codec))]
+    with ui.demo_view() as view:
+        rows = [_train(options, name, view) for name in dict.fromkeys((PLAIN, codec))]
     for row in rows:
         row["speedup"] = row["steps_per_s"] / rows[0]["steps_per_s"]
-    _print(rows, setting, to_stderr=is_stdout(json))
-    _draw(plot, rows, setting)
+    columns = [
+        ui.text("gradients", "codec"),
+        ui.number("steps/s", "steps_per_s", 2),
+        ui.Column(header="speed-up", show=lambda row: f"{row['speedup']:.1f} x"),
+        ui.number("seconds", digits=1),
+        ui.Column(header="MB sent per\nrank and step", show=_megabytes),
+        ui.number("accuracy\n%", "accuracy", 1),
+    ]
+    title = f"{options.steps} steps of {MODEL} on digits, {options.hosts} hosts, {options.where}"
+    ui.print_table(title, columns, rows, to_stderr=output.is_stdout)
+    _draw(plot, rows, options)
     typer.echo(
         f"The loss over time is in {plot}. It took {time.monotonic() - started:.0f} s in all.\n"
         "Next: docs/pytorch.md puts this into your own script in one line.",
-        err=is_stdout(json),
+        err=output.is_stdout,
     )
-    if json is not None:
-        write_json(json, "demo", rows)
+    output.write(rows)
+
+
+def _megabytes(row: ui.Row) -> str | None:
+    """Shows bytes by the interfaces' count; without interfaces, by the engine's."""
+    return f"{(row['interface_bytes_per_step'] or row['wire_bytes_per_step']) / 1e6:.2f}"
 
 
 def _check_plot(plot: Path) -> None:
     if plot.suffix != ".png":
-        raise UsageError(f"--plot {str(plot)!r} is no PNG; give a name that ends in .png.")
+        raise UsageError(f"--plot {str(plot)!r} is not a PNG file; give a name that ends in .png.")
     if not plot.parent.is_dir():
-        raise UsageError(f"--plot {str(plot)!r} is in a folder that is not there; give another.")
+        raise UsageError(f"--plot {str(plot)!r} is in a folder that does not exist; give another.")
 
 
 def _refusal(rate: str) -> str | None:
-    """Why there is no lab with links here, if there is none."""
+    """Returns why there is no lab with links here, if there is none."""
     from hipress.lab import Lab
 
     try:
@@ -122,23 +137,23 @@ def _refusal(rate: str) -> str | None:
     return None
 
 
-def _train(setting: Setting, codec: str, view: DemoView) -> dict[str, Any]:
-    """One training on a lab of its own: what rank 0 logs, and what the interfaces count."""
+def _train(options: DemoOptions, codec: str, view: ui.DemoView) -> dict[str, Any]:
+    """Trains on a lab of its own; returns what rank 0 logs and what the interfaces count."""
     from hipress.lab import Lab
 
     found: list[dict[str, Any]] = []
 
     def on_line(rank: int, stream: str, line: str) -> None:
         if rank == 0 and stream == "stdout" and line.startswith("{"):
-            row = json_.loads(line)
+            row = json_text.loads(line)
             found.append(row)
-            view.on_row(codec, row, setting.steps)
+            view.on_row(codec, row, options.steps)
 
-    view.begin(codec, setting.steps)
-    with Lab(setting.hosts, rate=setting.rate, shaped=setting.rate is not None) as lab:
+    view.begin(codec, options.steps)
+    with Lab(options.hosts, rate=options.rate, shaped=options.rate is not None) as lab:
         before = _sent_bytes(lab)
         lab.run(
-            setting.argv(codec),
+            options.argv(codec),
             # A thread for each rank: more would fight for the cores of this machine.
             env={"OMP_NUM_THREADS": "1"},
             timeout=LONGEST_S,
@@ -146,7 +161,7 @@ def _train(setting: Setting, codec: str, view: DemoView) -> dict[str, Any]:
             check=True,
         )
         sent = None if before is None else (_sent_bytes(lab) or 0) - before
-    return _row(setting, codec, found, sent)
+    return _row(options, codec, found, sent)
 
 
 def _sent_bytes(lab: Lab) -> int | None:
@@ -156,7 +171,7 @@ def _sent_bytes(lab: Lab) -> int | None:
 
 
 def _row(
-    setting: Setting, codec: str, found: list[dict[str, Any]], sent: int | None
+    options: DemoOptions, codec: str, found: list[dict[str, Any]], sent: int | None
 ) -> dict[str, Any]:
     (facts,) = (row for row in found if row["kind"] == "start")
     (end,) = (row for row in found if row["kind"] == "end")
@@ -166,56 +181,35 @@ def _row(
         "strategy": facts["strategy"],
         "model": facts["model"],
         "num_parameters": facts["num_parameters"],
-        "hosts": setting.hosts,
-        "rate": setting.rate,
-        "steps": setting.steps,
+        "hosts": options.hosts,
+        "rate": options.rate,
+        "steps": options.steps,
         "batch": facts["batch"],
-        "seed": setting.seed,
+        "seed": options.seed,
         "seconds": end["seconds"],
         "steps_per_s": end["steps_per_s"],
         "wire_bytes_per_step": end["wire_bytes_per_step"],
         "interface_bytes": sent,
-        "interface_bytes_per_step": None if sent is None else sent / setting.hosts / setting.steps,
+        "interface_bytes_per_step": None if sent is None else sent / options.hosts / options.steps,
         "loss": end["loss"],
         "accuracy": end["accuracy"],
         "curve": [{key: row[key] for key in ("step", "time_s", "loss")} for row in curve],
     }
 
 
-def _print(rows: list[dict[str, Any]], setting: Setting, *, to_stderr: bool) -> None:
-    from hipress.bench.table import Column, Row, fixed, print_table
+def _draw(plot: Path, rows: list[dict[str, Any]], options: DemoOptions) -> None:
+    from hipress.bench.plots import LossCurve, draw_losses
 
-    def megabytes(row: Row) -> str | None:
-        """By the interfaces; without any, what the engine says."""
-        total = row["interface_bytes_per_step"] or row["wire_bytes_per_step"]
-        return f"{total / 1e6:.2f}"
-
-    columns = [
-        Column(header="gradients", show=lambda row: str(row["codec"]), is_text=True),
-        Column(header="steps/s", show=fixed("steps_per_s", 2)),
-        Column(header="speed-up", show=lambda row: f"{row['speedup']:.1f} x"),
-        Column(header="seconds", show=fixed("seconds", 1)),
-        Column(header="MB sent per\nrank and step", show=megabytes),
-        Column(header="accuracy\n%", show=fixed("accuracy", 1)),
-    ]
-    link = "no emulated links" if setting.rate is None else f"{setting.rate} links"
-    title = f"{setting.steps} steps of {MODEL} on digits, {setting.hosts} hosts, {link}"
-    print_table(title, columns, rows, to_stderr=to_stderr)
-
-
-def _draw(plot: Path, rows: list[dict[str, Any]], setting: Setting) -> None:
-    from hipress.bench.loss_plot import Curve, draw
-
-    link = "without emulated links" if setting.rate is None else f"at {setting.rate}"
-    title = f"{MODEL} ({rows[0]['num_parameters'] / 1e6:.1f}M) on {setting.hosts} hosts {link}"
+    link = "without emulated links" if options.rate is None else f"at {options.rate}"
+    title = f"{MODEL} ({rows[0]['num_parameters'] / 1e6:.1f}M) on {options.hosts} hosts {link}"
     curves = [
-        Curve(
+        LossCurve(
             label=f"{row['codec']}: {row['accuracy']:.1f} % right after {row['seconds']:.0f} s",
             rows=row["curve"],
         )
         for row in rows
     ]
     try:
-        draw(plot, title, curves)
+        draw_losses(plot, title, curves)
     except HipressError as error:
         typer.echo(f"hipress: no picture: {error}", err=True)

@@ -1,5 +1,5 @@
 """`hipress doctor`: what this machine has, what is missing, which backend will be used; and
-what compression would give a job.
+what compression would give a job (in `doctor_job`).
 """
 
 import json
@@ -8,19 +8,19 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from typer import Option
 
 import hipress
 from hipress import settings
-from hipress.cli import _machine
-from hipress.cli._machine import Facts
+from hipress.bench import machine
+from hipress.bench.machine import Facts
+from hipress.cli.options import Batch
 from hipress.cli.simulate import MOST_NODES
+from hipress.cli.ui import print_table, progress_bar, text
 from hipress.errors import HipressError
-
-if TYPE_CHECKING:
-    from hipress.cli._doctor_job import Job
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "data": ("pillow", "scikit-learn"),
@@ -41,22 +41,20 @@ app = typer.Typer()
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option(help="A built-in model (docs/models.md): say what compression would give it."),
+        Option(help="A built-in model (docs/models.md): say what compression would give it."),
     ] = None,
     hosts: Annotated[
-        int | None, typer.Option(min=1, max=MOST_NODES, help="Hosts of that job; 4 if not given.")
+        int | None, Option(min=1, max=MOST_NODES, help="Hosts of that job; 4 if not given.")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(help="Rate of each host's link; 1gbit if not given.")
+        str | None, Option(help="Rate of each host's link; 1gbit if not given.")
     ] = None,
     codec: Annotated[
-        str | None, typer.Option(help="Codecs, with commas between; int8,onebit if not given.")
+        str | None, Option(help="Codecs, separated by commas; int8,onebit if not given.")
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Examples per host and step; the model's own if not.")
-    ] = None,
+    batch: Batch = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object in place of the table.")
+        bool, Option("--json", help="Print one JSON object in place of the table.")
     ] = False,
 ) -> None:
     """Say what this machine has, what is missing, and which backend will be used and why.
@@ -65,44 +63,37 @@ def doctor(
     and what limits it. The model's step and the codecs are timed here, for a
     few seconds; every host is taken to be a machine like this one.
     """
-    from hipress.cli import _doctor_job
+    from hipress.cli import doctor_job
 
-    job = _doctor_job.read_job(model, hosts, rate, codec, batch)
+    job = doctor_job.read_job(model, hosts, rate, codec, batch)
     if job is not None:
-        _examine_job(job, as_json)
+        with progress_bar(1) as begin:
+            found = doctor_job.examine_job(job, begin(f"timing {job.model}"))
+        if as_json:
+            print(json.dumps(doctor_job.as_json(found), indent=2))
+        else:
+            doctor_job.show(found)
         return
     report = examine()
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        _print_table(report)
+        rows = [{"what": what, "found": found} for what, found in _rows(report)]
+        print_table("hipress doctor", [text("what"), text("found")], rows)
+    for problem in report["problems"]:
+        print(f"hipress: cannot work here: {problem}", file=sys.stderr)
     if not report["ok"]:
-        for problem in report["problems"]:
-            print(f"hipress: can not work here: {problem}", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def _examine_job(job: "Job", as_json: bool) -> None:
-    """What compression would give a job: one paragraph and a table."""
-    from hipress.bench.table import progress_bar
-    from hipress.cli import _doctor_job, _doctor_words
-
-    with progress_bar(1) as begin:
-        found = _doctor_job.examine_job(job, begin(f"timing {job.model}"))
-    if as_json:
-        print(json.dumps(_doctor_words.as_json(found), indent=2))
-        return
-    _doctor_words.show(found)
-
-
 def examine() -> Facts:
-    """Return everything the doctor knows, as plain values ready for JSON."""
-    torch, devices = _machine.torch_facts()
-    numba = _machine.import_facts("numba")
-    triton = _machine.package_version("triton")
+    """Returns everything the doctor knows, as plain values ready for JSON."""
+    torch, devices = machine.torch_facts()
+    numba = machine.import_facts("numba")
+    triton = machine.package_version("triton")
     problems = []
     if torch["error"]:
-        problems.append(f"torch can not be imported ({torch['error']}); install it with pip")
+        problems.append(f"torch cannot be imported ({torch['error']}); install it with pip")
     values, cache = _settings(problems)
     asked = values[settings.BACKEND.name]
     wanted = asked["text"].lower() if asked["valid"] else None
@@ -116,7 +107,7 @@ def examine() -> Facts:
             problems.append(choice["why"])
     if {cpu["backend"], cuda["backend"]} & {"cpu", "gpu"} and cache and not cache["writable"]:
         problems.append(
-            f"the cache folder can not be written ({cache['error']}); "
+            f"the cache folder cannot be written ({cache['error']}); "
             f"set {settings.CACHE_DIR.name} to a folder that can"
         )
     return {
@@ -128,8 +119,8 @@ def examine() -> Facts:
         "numba": numba,
         "triton": {"version": triton},
         "cuda_devices": devices,
-        "cores": _machine.core_facts(),
-        "memory": _machine.memory_facts(),
+        "cores": machine.core_facts(),
+        "memory": machine.memory_facts(),
         "cache": cache,
         "settings": values,
         "unknown_variables": [
@@ -143,66 +134,55 @@ def examine() -> Facts:
 
 
 def cpu_backend(asked: str | None, numba: Facts, *, interpreted: bool = False) -> Facts:
-    """Return the backend that CPU tensors will get, or None for it, and why.
+    """Returns the backend that CPU tensors will get, or None for it, and why.
 
-    Args:
-        asked: The value of HIPRESS_BACKEND; None if it is not valid.
-        numba: What `import_facts` found out about numba.
-        interpreted: Whether Triton runs kernels for a GPU on the CPU.
+    `asked` is the value of HIPRESS_BACKEND, or None if it is not valid; with `interpreted` Triton
+    runs kernels for a GPU on the CPU.
     """
     name = settings.BACKEND.name
     if asked is None:
-        return {"backend": None, "why": f"{name} has no valid value"}
+        return _choice(None, f"{name} has no valid value")
     if asked == "reference":
-        return {"backend": "reference", "why": f"{name}=reference asks for it; it is slow"}
+        return _choice("reference", f"{name}=reference asks for it; it is slow")
     if asked == "gpu" and interpreted:
-        return {"backend": "gpu", "why": "TRITON_INTERPRET=1: kernels are interpreted, for tests"}
+        return _choice("gpu", "TRITON_INTERPRET=1: kernels are interpreted, for tests")
     if asked == "gpu":
-        return {
-            "backend": None,
-            "why": f"{name}=gpu is for CUDA tensors only; set it to auto to use both",
-        }
+        return _choice(None, f"{name}=gpu is for CUDA tensors only; set it to auto to use both")
     if numba["error"]:
-        return {
-            "backend": None,
-            "why": f"numba can not be imported ({numba['error']}); install it with pip, or set "
+        return _choice(
+            None,
+            f"numba cannot be imported ({numba['error']}); install it with pip, or set "
             f"{name}=reference for the slow backend that does without",
-        }
+        )
     reason = "is auto" if asked == "auto" else "asks for it"
-    return {"backend": "cpu", "why": f"{name} {reason}, and numba {numba['version']} works"}
+    return _choice("cpu", f"{name} {reason}, and numba {numba['version']} works")
 
 
 def cuda_backend(asked: str | None, devices: list[Facts], triton: str | None) -> Facts:
-    """Return the backend that CUDA tensors will get, or None for it, and why.
-
-    Args:
-        asked: The value of HIPRESS_BACKEND; None if it is not valid.
-        devices: What torch sees, one entry for each CUDA device.
-        triton: The version of Triton; None if it is not installed.
-    """
+    """Returns the backend that CUDA tensors will get, or None for it, and why."""
     name = settings.BACKEND.name
     if asked is None:
-        return {"backend": None, "why": f"{name} has no valid value"}
+        return _choice(None, f"{name} has no valid value")
     if not devices:
         rest = f"; set {name} to auto for CPU tensors" if asked == "gpu" else ""
-        return {"backend": None, "why": f"torch sees no CUDA device{rest}"}
+        return _choice(None, f"torch sees no CUDA device{rest}")
     seen = f"torch sees {len(devices)} CUDA device(s)"
     if asked in ("reference", "cpu"):
-        return {
-            "backend": None,
-            "why": f"{name}={asked} is for CPU tensors only ({seen}); set it to auto to use both",
-        }
+        only = f"{name}={asked} is for CPU tensors only"
+        return _choice(None, f"{only} ({seen}); set it to auto to use both")
     if triton is None:
-        return {
-            "backend": None,
-            "why": f"{seen}, but Triton is not installed; add it with: pip install 'hipress[gpu]'",
-        }
+        how = "add it with: pip install 'hipress[gpu]'"
+        return _choice(None, f"{seen}, but Triton is not installed; {how}")
     reason = "is auto" if asked == "auto" else "asks for it"
-    return {"backend": "gpu", "why": f"{name} {reason}, {seen}, and Triton is {triton}"}
+    return _choice("gpu", f"{name} {reason}, {seen}, and Triton is {triton}")
+
+
+def _choice(backend: str | None, why: str) -> Facts:
+    return {"backend": backend, "why": why}
 
 
 def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:
-    """Return each setting as it stands and the state of the cache folder; collect bad values."""
+    """Returns each setting as it stands and the state of the cache folder; adds bad values."""
     values: Facts = {}
     cache = None
     for setting in settings.SETTINGS:
@@ -210,7 +190,7 @@ def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:
         try:
             value = setting.read()
             if setting is settings.CACHE_DIR:
-                cache = _machine.folder_facts(value)
+                cache = machine.folder_facts(value)
         except HipressError as error:
             problems.append(str(error))
             row["valid"] = False
@@ -221,7 +201,7 @@ def _settings(problems: list[str]) -> tuple[Facts, Facts | None]:
 def _extras() -> Facts:
     report: Facts = {}
     for extra, packages in EXTRAS.items():
-        versions = {package: _machine.package_version(package) for package in packages}
+        versions = {package: machine.package_version(package) for package in packages}
         complete = None not in versions.values()
         install = None if complete else f"pip install {shlex.quote(f'hipress[{extra}]')}"
         report[extra] = {"packages": versions, "install": install}
@@ -229,7 +209,7 @@ def _extras() -> Facts:
 
 
 def _lab() -> Facts:
-    facts = _machine.lab_facts()
+    facts = machine.lab_facts()
     if facts["pyroute2"] is None:
         verdict = "no: pyroute2 is missing"
     elif facts["root"] and facts["network_namespaces"]:
@@ -239,19 +219,6 @@ def _lab() -> Facts:
     else:
         verdict = "no: this process may not make network namespaces; run as root"
     return {**facts, "emulated_links": verdict}
-
-
-def _print_table(report: Facts) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("what", "found", box=box.SIMPLE, title="hipress doctor", title_justify="left")
-    for what, found in _rows(report):
-        # Text, not markup: "hipress[lab]" would be read as a style.
-        table.add_row(Text(what), Text(found))
-    Console().print(table)
 
 
 def _rows(report: Facts) -> Iterator[tuple[str, str]]:
@@ -276,7 +243,7 @@ def _rows(report: Facts) -> Iterator[tuple[str, str]]:
     limits += "none" if limit is None else _gib(limit)
     yield "memory usable", f"{_gib(memory['usable_bytes'])} ({limits})"
     if cache := report["cache"]:
-        state = "can be written" if cache["writable"] else f"can NOT be written ({cache['error']})"
+        state = "can be written" if cache["writable"] else f"CANNOT be written ({cache['error']})"
         yield "cache folder", f"{cache['path']}, {state}"
     for name, row in report["settings"].items():
         valid = "" if row["valid"] else ", which is not valid"
@@ -298,7 +265,7 @@ def _rows(report: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _version(facts: Facts) -> str:
-    return facts["version"] or f"can not be imported: {facts['error']}"
+    return facts["version"] or f"cannot be imported: {facts['error']}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -6,16 +6,19 @@ import sys
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
+
+from hipress.cli.options import Delay, Loopback
 
 app = typer.Typer(no_args_is_help=True)
 
 TIMED_OUT = 124
-"""Exit code of a job that took too long, as timeout(1) has it."""
+"""Exit code of a job that took too long, as with timeout(1)."""
 
 
 @app.callback(epilog="Example: hipress lab run --hosts 4 --rate 1gbit -- python train.py")
 def lab() -> None:
-    """An emulated cluster on this machine: hosts of their own, links with a rate."""
+    """Emulate a cluster on this machine: hosts with their own address, links with a rate."""
 
 
 @app.command(
@@ -24,25 +27,21 @@ def lab() -> None:
     context_settings={"allow_interspersed_args": False},
 )
 def run(
-    command: Annotated[list[str], typer.Argument(help="The command, run once per rank.")],
-    hosts: Annotated[int, typer.Option(help="How many hosts, up to 64.")] = 2,
+    command: Annotated[list[str], Argument(help="The command, run once per rank.")],
+    hosts: Annotated[int, Option(help="Number of hosts, up to 64.")] = 2,
     rate: Annotated[
         str,
-        typer.Option(
-            help="Rate of each host's link, each way: 1gbit, or one per host: 1gbit,100mbit."
-        ),
+        Option(help="Rate of each host's link, each way: 1gbit, or one per host: 1gbit,100mbit."),
     ] = "none",
-    delay: Annotated[str, typer.Option(help="Time from host to host: 5ms, 100us.")] = "none",
-    loss: Annotated[str, typer.Option(help="Part of the packets that is lost: 0.1%.")] = "none",
+    delay: Delay = "none",
+    loss: Annotated[str, Option(help="Share of the packets that is lost: 0.1%.")] = "none",
     ranks_per_host: Annotated[
-        str, typer.Option(help="Ranks on each host: 2, or one number per host: 2,1,1.")
+        str, Option(help="Ranks on each host: 2, or one number per host: 2,1,1.")
     ] = "1",
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds after which all ranks are ended.")
+        float | None, Option(min=0, help="Seconds after which all ranks are ended.")
     ] = None,
-    loopback: Annotated[
-        bool, typer.Option("--loopback", help="All ranks on 127.0.0.1, nothing shaped.")
-    ] = False,
+    loopback: Loopback = False,
 ) -> None:
     """Run a command once per rank, with torchrun's environment.
 

@@ -21,6 +21,8 @@ exposes `app`, a `typer.Typer`:
   `raise typer.Exit(1)` is for a job that ran and whose answer is no. Anything else is a bug and
   shows its traceback.
 - With `--json`, stdout holds one JSON document; tables, progress bars and notes go to stderr.
+- `ui.py` has tables, progress bars and the JSON document; `options.py` has the options that several
+  commands share, and `takes_options`, which makes options of the fields of a dataclass.
 """
 
 import importlib

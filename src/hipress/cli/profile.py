@@ -5,108 +5,106 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from hipress.cli import _cluster
-from hipress.cli._expressions import split_expressions
+from hipress.cli import ui
+from hipress.cli.options import (
+    Batch,
+    ClusterOptions,
+    check_memory,
+    expressions,
+    takes_options,
+    timed_model,
+)
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
-    from hipress.cli._profile_rank import Config
+    from hipress.bench.profile import ProfileBenchmark
     from hipress.profile import Profile
 
 app = typer.Typer()
 
 CODECS = "none,fp16,bf16,int8,onebit,dgc(ratio=0.001),topk(ratio=0.01)"
-HOSTS, RATE = 4, "1gbit"
+HOSTS = 4
 LONGEST_S = 300.0
-"""Unless the user says otherwise: a profile that takes longer is broken."""
+"""Seconds unless the user gives others: a profile that takes longer is broken."""
 RANK_BYTES = 600 * 10**6
-"""Of a rank without a model: the process, and what codecs are measured on."""
+"""Memory of a rank without a model: the process, and what codecs are measured on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileCluster(ClusterOptions):
+    """A cluster for one profile; hosts, rate and timeout are given for the lab only."""
+
+    hosts: Annotated[
+        int | None,
+        Option(min=1, max=64, help=f"Emulated hosts, a rank each; {HOSTS} if not given."),
+    ] = None  # type: ignore[assignment]
+    rate: Annotated[
+        str | None,
+        Option(help="Rate of each host's link, each way; 1gbit if not given, none: no limit."),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        Option(min=1, help=f"Seconds after which it is given up; {LONGEST_S:g} if not given."),
+    ] = None
 
 
 @app.command(epilog="Example: hipress profile --hosts 4 --rate 1gbit --model gpt -o profile.json")
+@takes_options
 def profile(
-    hosts: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help=f"Emulated hosts, a rank each; {HOSTS} if not given."),
-    ] = None,
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Rate of each host's link, each way; {RATE} if not given, none: no limit."
-        ),
-    ] = None,
-    delay: Annotated[str, typer.Option(help="Time from host to host: 5ms, 100us.")] = "none",
-    loopback: Annotated[
-        bool, typer.Option("--loopback", help="All ranks on 127.0.0.1, nothing shaped.")
-    ] = False,
+    cluster: ProfileCluster,
     model: Annotated[
-        str | None, typer.Option(help="A model (docs/models.md) whose backward is measured.")
+        str | None, Option(help="A model (docs/models.md) whose backward is measured.")
     ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Examples per rank and step; if not given, the model's own."),
-    ] = None,
-    codecs: Annotated[str, typer.Option(help="Codec expressions, with commas between.")] = CODECS,
-    device: Annotated[
-        str, typer.Option(help="cpu or cuda; in the lab all ranks share the first GPU.")
-    ] = "cpu",
+    batch: Batch = None,
+    codecs: Annotated[str, Option(help="Codec expressions, separated by commas.")] = CODECS,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure codecs that this machine knows already.")
+        bool, Option("--fresh", help="Measure codecs that this machine knows already.")
     ] = False,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path(
+    output: Annotated[Path, Option("--output", "-o", help="The file to write.")] = Path(
         "profile.json"
     ),
     json: Annotated[
-        bool, typer.Option("--json", help="Print the profile as JSON on stdout, and only that.")
+        bool, Option("--json", help="Print the profile as JSON on stdout, and only that.")
     ] = False,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=1, help=f"Seconds after which it is given up; {LONGEST_S:g} if not given."
-        ),
-    ] = None,
 ) -> None:
-    """Measure links, codecs and a model's backward, all ranks busy at once.
+    """Measure links, codecs and a model's backward, with all ranks busy at once.
 
-    On an emulated cluster (see hipress lab), or, where it runs inside a
-    job that hipress run, torchrun, srun or mpirun started, between the
-    ranks of that job; rank 0 writes the file. What codecs cost is kept
-    for this machine and not measured again, unless --fresh is given.
+    It measures on an emulated cluster (see hipress lab), or, inside a job
+    that hipress run, torchrun, srun or mpirun started, between the ranks
+    of that job; rank 0 writes the file. What codecs cost is kept for this
+    machine and not measured again, unless --fresh is given.
     """
-    from hipress.bench.table import check_json
     from hipress.profile import Profile
 
     started = time.monotonic()
     in_job = in_a_job(os.environ)
-    if in_job and (hosts is not None or rate is not None or delay != "none" or loopback):
+    if in_job and replace(cluster, device="cpu", timeout=None) != ProfileCluster():
         raise UsageError(
             "this runs inside a job, whose ranks are measured: leave out --hosts, --rate, --delay "
             "and --loopback, or unset RANK and WORLD_SIZE to measure in the lab."
         )
-    if in_job and timeout is not None:
+    if in_job and cluster.timeout is not None:
         raise UsageError(
-            "--timeout is of the lab; inside a job leave it out: the job's launcher ends it."
+            "--timeout acts on the lab; leave it out inside a job: the job's launcher ends it."
         )
     if not in_job or rank_of(os.environ) == "0":
-        check_json(output)  # makes the file and takes it away: not on all ranks at once
-    _cluster.check_device(device)
-    made = config(
-        hosts=0 if in_job else hosts or HOSTS,
-        rate=rate or ("none" if loopback or in_job else RATE),
-        delay=delay,
-        is_shaped=not loopback and not in_job,
-        model=model,
-        batch=batch,
-        codecs=tuple(dict.fromkeys(split_expressions(codecs))),
-        device=device,
-        fresh=fresh,
-    )
-    found = _in_job(made) if in_job else _in_lab(made, timeout or LONGEST_S)
+        # It makes the file and takes it away: not on all ranks at once.
+        ui.check_writable(output, "--output")
+    hosts = 0 if in_job else cluster.hosts or HOSTS
+    cluster = replace(cluster, hosts=hosts, loopback=cluster.loopback or in_job)
+    made = benchmark(cluster, model=model, batch=batch, codecs=codecs, fresh=fresh)
+    if in_job:
+        found = _in_job(made)
+    else:
+        with ui.progress_bar(1) as begin:
+            found = run(made, cluster.timeout or LONGEST_S, begin(made.where))
     if found is None:
         return  # not rank 0
     found.save(output)
@@ -118,7 +116,7 @@ def profile(
 
 
 def in_a_job(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process as one rank of several, or as the only one.
+    """Returns whether a launcher has started this process as a rank, even as the only one.
 
     Example:
         >>> in_a_job({"RANK": "0", "WORLD_SIZE": "2"}), in_a_job({"SLURM_PROCID": "0"})
@@ -132,7 +130,7 @@ def in_a_job(environ: Mapping[str, str]) -> bool:
 
 
 def rank_of(environ: Mapping[str, str]) -> str:
-    """The rank that a launcher has given this process.
+    """Returns the rank that a launcher has given this process.
 
     Example:
         >>> rank_of({"RANK": "1"}), rank_of({"SLURM_PROCID": "0"})
@@ -142,104 +140,80 @@ def rank_of(environ: Mapping[str, str]) -> str:
     return next((found for name in names if (found := environ.get(name))), "0")
 
 
-def config(
+def benchmark(
+    cluster: ClusterOptions,
     *,
-    hosts: int,
-    rate: str,
-    delay: str,
-    is_shaped: bool,
     model: str | None,
-    batch: int | None,
-    codecs: tuple[str, ...],
-    device: str,
-    fresh: bool,
-) -> Config:
-    """What the ranks are told; all that can be refused is refused here."""
+    batch: int | None = None,
+    codecs: str,
+    fresh: bool = False,
+) -> ProfileBenchmark:
+    """Returns what the ranks measure; refuses all that can be refused."""
     import hipress
-    from hipress.cli._profile_rank import Config
-    from hipress.lab.links import parse_rate
-    from hipress.train.models import model as named_model
+    from hipress.bench.profile import LEAST_ELEMENTS, ProfileBenchmark
 
-    for expression in codecs:
-        hipress.codec(expression)
+    names = expressions(codecs)
+    for name in names:
+        hipress.codec(name)
     num_parameters = 0
     if model is not None:
-        line = named_model(model)
-        if line.task is None:
-            raise UsageError(
-                f"--model {model!r} brings no data to time it with; name a built-in one."
-            )
-        num_parameters = line.num_parameters
+        num_parameters = timed_model(model).num_parameters
     elif batch is not None:
-        raise UsageError("--batch is of a model; give --model too, or leave it out.")
-    if hosts:
-        _cluster.check_network([rate], delay, is_shaped=is_shaped)
+        raise UsageError("--batch acts on a model; give --model too, or leave it out.")
+    shared = cluster.one_benchmark()
+    if cluster.hosts:
         # Parameters, gradients, momentum, and what the activations and one copy need.
-        _cluster.check_memory(
+        check_memory(
             f"model {model!r}" if model else "the profile",
-            hosts * (RANK_BYTES + 6 * 4 * num_parameters),
+            cluster.hosts * (RANK_BYTES + 6 * 4 * num_parameters),
             "give fewer --hosts or a smaller model",
-            device,
+            cluster.device,
         )
-    return Config(
-        num_hosts=hosts,
-        rate=rate,
-        rate_bits=parse_rate(rate),
-        delay=delay,
-        is_shaped=is_shaped,
-        repeats=1,
-        device=device,
-        result="",
+    return ProfileBenchmark(
+        **shared,
+        num_elements=max(num_parameters, LEAST_ELEMENTS),
         model=model,
-        num_parameters=num_parameters,
         batch=batch,
-        codecs=codecs,
+        codecs=names,
         fresh=fresh,
     )
 
 
-def _in_lab(config: Config, timeout: float) -> Profile:
-    from hipress.bench.table import progress_bar
-
-    with progress_bar(1) as begin:
-        return run(config, timeout, begin(config.where))
-
-
-def run(config: Config, timeout: float | None, on_part: Callable[[float], None]) -> Profile:
-    """Measure on all ranks of a lab of its own."""
+def run(
+    benchmark: ProfileBenchmark, timeout: float | None, on_part: Callable[[float], None]
+) -> Profile:
+    """Measures on all ranks of a lab of its own."""
     import json
 
+    from hipress.bench import cluster
     from hipress.profile import Profile
 
-    env = {"CUDA_VISIBLE_DEVICES": ""} if config.device == "cpu" else {}
-    found = _cluster.run("hipress.cli._profile_rank", config, timeout, on_part, env)
+    found = cluster.run("hipress.bench.profile", benchmark, timeout, on_part)
     return Profile.parse(json.dumps(found))
 
 
-def _in_job(config: Config) -> Profile | None:
+def _in_job(benchmark: ProfileBenchmark) -> Profile | None:
     """Measures between the ranks of the job that this process is one of."""
     import torch
     import torch.distributed as dist
 
-    from hipress.bench.table import progress_bar
-    from hipress.cli._profile_rank import measure
+    from hipress.bench.profile import measure
     from hipress.launch import join
     from hipress.session.groups import engine_of
-    from hipress.train.ranks import choose_device
 
     world = join()
     device, backend = choose_device(
-        config.device, "auto", local_rank=world.local_rank, num_local=world.local_size
+        benchmark.device, "auto", local_rank=world.local_rank, num_local=world.local_size
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
     if world.rank == 0:
-        with progress_bar(1) as begin:
+        with ui.progress_bar(1) as begin:
             move = begin(f"{world.size} ranks")
-            found = measure(config, device, lambda done, label: move(done))
+            found = measure(benchmark, device, lambda done, label: move(done))
     else:
-        found = measure(config, device, lambda done, label: None)
+        found = measure(benchmark, device, lambda done, label: None)
     engine = engine_of(None, device)
     engine.agree("the end of the profile", {})  # rank 0 may hold the store of the others
     engine.close()
@@ -248,9 +222,7 @@ def _in_job(config: Config) -> Profile | None:
 
 
 def show(found: Profile, *, to_stderr: bool = False) -> None:
-    """Print what a profile holds, in short."""
-    from hipress.bench.table import Column, fixed, print_table
-
+    """Prints what a profile holds, in short."""
     for line in _lines(found):
         typer.echo(line, err=to_stderr)
     rows: list[dict[str, Any]] = []
@@ -265,17 +237,17 @@ def show(found: Profile, *, to_stderr: bool = False) -> None:
         rows.append(row)
     if rows:
         columns = [
-            Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),
-            Column(header="encode\nGB/s", show=fixed("encode", 1)),
-            Column(header="decode\nGB/s", show=fixed("decode", 1)),
-            Column(header="add\nGB/s", show=fixed("add", 1)),
-            Column(header="back\nGB/s", show=fixed("back", 1)),
-            Column(header="fixed\nus", show=fixed("fixed", 0)),
-            Column(header="fit\n%", show=fixed("fit", 1)),
-            Column(header="smaller\nx", show=fixed("ratio", 1)),
-            Column(header="error", show=fixed("error", 3)),
+            ui.text("codec"),
+            ui.number("encode\nGB/s", "encode", 1),
+            ui.number("decode\nGB/s", "decode", 1),
+            ui.number("add\nGB/s", "add", 1),
+            ui.number("back\nGB/s", "back", 1),
+            ui.number("fixed\nus", "fixed", 0),
+            ui.number("fit\n%", "fit", 1),
+            ui.number("smaller\nx", "ratio", 1),
+            ui.number("error", "error", 3),
         ]
-        print_table("Codecs, per core or GPU", columns, rows, to_stderr=to_stderr)
+        ui.print_table("Codecs, per core or GPU", columns, rows, to_stderr=to_stderr)
 
 
 def _lines(found: Profile) -> list[str]:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
+
+from hipress.errors import UsageError
 
 if TYPE_CHECKING:
     from hipress.launch.hosts import Host
@@ -22,46 +25,43 @@ app = typer.Typer()
     context_settings={"allow_interspersed_args": False},
 )
 def run(
-    command: Annotated[list[str], typer.Argument(help="The command, run once per rank.")],
+    command: Annotated[list[str], Argument(help="The command, run once per rank.")],
     hosts: Annotated[
-        str | None,
-        typer.Option("--hosts", "-H", help="Hosts and ranks on each: node1,me@node2:4."),
+        str | None, Option("--hosts", "-H", help="Hosts and ranks on each: node1,me@node2:4.")
     ] = None,
     hosts_file: Annotated[
-        Path | None, typer.Option(help="A JSON list of hosts instead, as docs/launch.md says.")
+        Path | None, Option(help="A JSON list of hosts instead, as docs/launch.md says.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", "-n", help="Ranks on this machine, without ssh.")
+        int | None, Option("--nproc", "-n", help="Ranks on this machine, without ssh.")
     ] = None,
     interface: Annotated[
-        str | None, typer.Option(help="The network card that ranks use on all hosts: eth0.")
+        str | None, Option(help="The network card that ranks use on all hosts: eth0.")
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(help="Send a variable: NAME as it is here, or NAME=VALUE; may be repeated."),
+        Option(help="Send a variable: NAME as it is here, or NAME=VALUE; may be repeated."),
     ] = None,
     directory: Annotated[
-        str | None, typer.Option("--dir", help="Where to run; the name of this folder if not told.")
+        str | None, Option("--dir", help="Where to run; the name of this folder if not given.")
     ] = None,
     python: Annotated[
-        str | None, typer.Option(help="The Python of the hosts; the path of this one if not told.")
+        str | None, Option(help="The Python of the hosts; the path of this one if not given.")
     ] = None,
-    ssh: Annotated[
-        str | None, typer.Option(help='The ssh to use, with options: "ssh -i key".')
-    ] = None,
-    ssh_port: Annotated[int | None, typer.Option(help="Where sshd listens on the hosts.")] = None,
+    ssh: Annotated[str | None, Option(help='The ssh to use, with options: "ssh -i key".')] = None,
+    ssh_port: Annotated[int | None, Option(help="Where sshd listens on the hosts.")] = None,
     port: Annotated[
         int | None,
-        typer.Option(help="Where the first host listens for the others; a free port if not told."),
+        Option(help="Where the first host listens for the others; a free port if not given."),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often all ranks start over when one fails.")
+        int, Option(min=0, help="How often all ranks start over when one fails.")
     ] = 0,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that all ranks together may take to start.")
+        float, Option(min=1, help="Seconds that all ranks together may take to start.")
     ] = 120.0,
     output: Annotated[
-        Path | None, typer.Option(help="A folder for the output of each rank, in rank0.log ...")
+        Path | None, Option(help="A folder for the output of each rank, in rank0.log ...")
     ] = None,
 ) -> None:
     """Run a command once per rank, on this machine or on many over ssh.
@@ -100,7 +100,6 @@ def run(
 
 
 def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tuple[Host, ...]:
-    from hipress.errors import UsageError
     from hipress.launch.hosts import Host, parse_hosts, read_hosts
 
     given = [
@@ -125,9 +124,7 @@ def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tup
 
 
 def _refuse_idle(options: list[str], nproc: int | None) -> None:
-    """Refuse options that would change nothing."""
-    from hipress.errors import UsageError
-
+    """Refuses options that would change nothing."""
     if options:
         where = "one host" if nproc is None else "this machine alone (--nproc)"
         raise UsageError(
@@ -137,24 +134,20 @@ def _refuse_idle(options: list[str], nproc: int | None) -> None:
 
 
 def _here() -> str:
-    from hipress.errors import UsageError
-
     try:
         return os.getcwd()
     except OSError as error:
         raise UsageError(
-            f"the folder you are in can not be found any more ({error.strerror}); go to another, "
+            f"the current folder does not exist any more ({error.strerror}); go to another, "
             f"or name one with --dir"
         ) from None
 
 
 def _ssh(text: str) -> list[str]:
-    from hipress.errors import UsageError
-
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--ssh {text!r} can not be read: {error}; close the quote") from None
+        raise UsageError(f"--ssh {text!r} cannot be read: {error}; close the quote") from None
     if not words:
         raise UsageError('--ssh is empty; name the program, as in --ssh "ssh -i key"')
     return words

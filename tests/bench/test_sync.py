@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from hipress.bench._ranks import sent_bytes
-from hipress.bench.sync_rows import Config, problem, rows, tensor_numels
+from hipress.bench.cluster import sent_bytes
+from hipress.bench.sync import SyncBenchmark, overhead_row, problem, rows, tensor_numels
 from hipress.errors import UsageError
 
-CONFIG = Config(
+BENCHMARK = SyncBenchmark(
     num_hosts=4,
     rate="1gbit",
     rate_bits=10**9,
     delay="none",
     is_shaped=True,
+    num_elements=1_000_000,
     numels=(600_000, 400_000),
     codecs=("onebit",),
     strategies=("ps",),
@@ -89,13 +90,13 @@ def test_too_many_tensors_are_refused() -> None:
         tensor_numels(100_000, 160)
 
 
-def test_a_config_survives_its_text() -> None:
-    assert Config.load(CONFIG.dump()) == CONFIG
-    assert CONFIG.size_bytes == 4_000_000 and CONFIG.all_reduce_bytes == 6_000_000
+def test_a_benchmark_survives_its_text() -> None:
+    assert SyncBenchmark.load(BENCHMARK.dump()) == BENCHMARK
+    assert BENCHMARK.size_bytes == 4_000_000 and BENCHMARK.all_reduce_bytes == 6_000_000
 
 
 def test_a_row_follows_from_what_was_measured() -> None:
-    (row,) = rows(CONFIG, result())
+    (row,) = rows(BENCHMARK, result())
     assert row["seconds_median"] == 0.02 and row["baseline_seconds_median"] == 0.2
     assert row["speedup"] == pytest.approx(10) and row["speedup_over_bf16"] == pytest.approx(5)
     assert row["ideal_seconds"] == pytest.approx(0.001)
@@ -104,7 +105,7 @@ def test_a_row_follows_from_what_was_measured() -> None:
 
 
 def test_without_a_rate_there_is_no_ideal() -> None:
-    config = dataclasses.replace(CONFIG, rate="none", rate_bits=None)
+    config = dataclasses.replace(BENCHMARK, rate="none", rate_bits=None)
     (row,) = rows(config, result())
     assert row["ideal_seconds"] is None and row["baseline_ideal_seconds"] is None
 
@@ -120,14 +121,14 @@ def test_without_a_rate_there_is_no_ideal() -> None:
     ],
 )
 def test_problems(changes: dict[str, Any], says: str) -> None:
-    found = problem(CONFIG, GOOD | changes)
+    found = problem(BENCHMARK, GOOD | changes)
     assert found is not None and found.startswith("none with ps: ") and says in found
 
 
 def test_what_is_no_problem() -> None:
-    assert problem(CONFIG, GOOD) is None
-    assert problem(CONFIG, GOOD | {"codec": "onebit", "relative_error": 0.8}) is None
-    assert problem(CONFIG, GOOD | {"interface_deviation": None}) is None
+    assert problem(BENCHMARK, GOOD) is None
+    assert problem(BENCHMARK, GOOD | {"codec": "onebit", "relative_error": 0.8}) is None
+    assert problem(BENCHMARK, GOOD | {"interface_deviation": None}) is None
 
 
 def test_bytes_of_the_interface() -> None:
@@ -137,3 +138,12 @@ def test_bytes_of_the_interface() -> None:
     assert sent_bytes(text) == 99
     with pytest.raises(AssertionError, match="no eth0"):
         sent_bytes("lo: 1")
+
+
+def test_enough_tasks_and_consistent_fields() -> None:
+    row = overhead_row("onebit", repeats=3)
+    assert row["tasks"] >= 500
+    expected = (row["seconds_median"] - row["codec_seconds_median"]) / row["tasks"]
+    assert row["overhead_seconds_per_task"] == pytest.approx(expected)
+    assert row["overhead_seconds_500_tasks"] == pytest.approx(500 * expected)
+    assert row["overhead_seconds_500_tasks"] > 0

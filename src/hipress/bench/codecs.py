@@ -1,7 +1,7 @@
-"""Rows about codecs: speed beside memcpy and beside eager torch, and error on a real gradient.
+"""`hipress bench codecs` and `hipress bench gradient`: speed beside memcpy and beside eager torch,
+and error on a real gradient.
 
-Each function takes a codec expression and returns one flat row of plain numbers; the commands
-`hipress bench codecs` and `hipress bench gradient` only print or store them.
+Each function takes a codec expression and returns one flat row of plain numbers.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hipress
-from hipress.bench import eager, eager_tuned
-from hipress.bench.timing import Timing, measure
+from hipress.bench import eager
+from hipress.bench.timing import measure
 from hipress.codecs import table
 from hipress.codecs.expression import Call, parse
+from hipress.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from hipress.codecs import Codec
 
 OnRound = Callable[[float], None]
-"""Told after each round of timing which fraction of the row is done."""
+"""Called after each round of timing with the fraction of the row that is done."""
 
 FIXED_LINE_UP = (
     "none",
@@ -41,9 +42,9 @@ FIXED_LINE_UP = (
 
 
 def line_up() -> list[str]:
-    """The codecs shown when none are named: a fixed list, then any codec it does not cover.
+    """Returns the codecs shown when none are named: a fixed list, then those it does not cover.
 
-    A codec of another package that cannot be made is told in the log and left out.
+    A codec of another package that cannot be made is left out, with a warning in the log.
     """
     covered = {name for expression in FIXED_LINE_UP for name in _names(parse(expression))}
     broken = table.broken()
@@ -54,7 +55,7 @@ def line_up() -> list[str]:
 
 
 def gaussian(size_bytes: int) -> Tensor:
-    """A float32 gradient of `size_bytes` bytes: N(0, 0.01^2), the same on every call."""
+    """Returns a float32 gradient of `size_bytes` bytes: N(0, 0.01^2), the same on every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.empty(size_bytes // 4).normal_(0.0, 0.01, generator=generator)
 
@@ -68,17 +69,19 @@ def speed_row(
     with_eager: bool = True,
     on_round: OnRound | None = None,
 ) -> dict[str, Any]:
-    """Time encode, decode and decode-add beside memcpy and the eager form, all in one run.
+    """Times encode, decode and decode-add beside memcpy and the eager form, all in one run.
 
     Returns:
         Seconds as medians with their 20th and 80th percentiles, and ratios above 1 where the codec
-        is faster; the eager fields are None where there is no eager form.
+        is faster. The eager form is timed twice: `eager` makes every buffer anew in each call, as
+        eager torch does, and `tuned` has them all beforehand; their fields are None where there
+        is no eager form.
     """
     codec = hipress.codec(expression)
     with num_threads(threads):
         candidates = _codec_calls(codec, x)
         if with_eager:
-            candidates |= _eager_calls(expression, x) | _tuned_calls(expression, x)
+            candidates |= _eager_calls(expression, x)
         times = measure(candidates, repeats=repeats, on_round=on_round)
     size_bytes = x.numel() * x.element_size()
     wire_bytes = codec.wire_bytes(x.numel())
@@ -92,7 +95,9 @@ def speed_row(
     }
     peers = [f"{form}_{verb}" for form in ("eager", "tuned") for verb in _VERBS]
     for name in ("memcpy", *_VERBS, *peers):
-        row |= _time_fields(name, times.get(name))
+        timing = times.get(name)
+        row |= dict.fromkeys(times["memcpy"].fields(f"{name}_"))
+        row |= {} if timing is None else timing.fields(f"{name}_")
     for verb in _VERBS:
         row[f"{verb}_x_memcpy"] = times["memcpy"].p50_s / times[verb].p50_s
         for form in ("eager", "tuned"):
@@ -109,7 +114,7 @@ def gradient_row(
     repeats: int = 7,
     on_round: OnRound | None = None,
 ) -> dict[str, Any]:
-    """What a codec makes of one real gradient: ratio, errors and speed in GB/s of gradient.
+    """Measures what a codec makes of one gradient: ratio, errors and speed in GB/s of gradient.
 
     `mean_error` is the relative error of the mean of `num_steps` decoded messages, each made from
     the same gradient; it is None for a codec without error feedback. With feedback what one message
@@ -135,8 +140,31 @@ def gradient_row(
     }
 
 
+def digits_gradient(width: int) -> Tensor:
+    """Returns all parameter gradients of a multi-layer perceptron on scikit-learn's digits."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingDependencyError("scikit-learn", extra="data") from error
+    digits = load_digits()
+    images = torch.from_numpy(digits.data).float() / 16
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(64, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 10),
+        )
+    loss = nn.functional.cross_entropy(model(images), torch.from_numpy(digits.target))
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
 def mean_error(codec: Codec, gradient: Tensor, num_steps: int) -> float:
-    """||mean of the decoded messages - gradient|| / ||gradient|| over steps of one gradient."""
+    """Returns ||mean of decoded messages - gradient|| / ||gradient|| over steps of one gradient."""
     state = codec.init(gradient, seed=0, stream=0)
     mean = torch.zeros_like(gradient)
     for _ in range(num_steps):
@@ -146,7 +174,7 @@ def mean_error(codec: Codec, gradient: Tensor, num_steps: int) -> float:
 
 @contextmanager
 def num_threads(count: int) -> Iterator[None]:
-    """Give codecs and torch `count` threads, and put both settings back afterwards."""
+    """Gives codecs and torch `count` threads, and restores both settings afterwards."""
     before = os.environ.get("HIPRESS_THREADS")
     torch_before = torch.get_num_threads()
     os.environ["HIPRESS_THREADS"] = str(count)
@@ -182,36 +210,22 @@ def _codec_calls(codec: Codec, x: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def _eager_calls(expression: str, x: Tensor) -> dict[str, Callable[[], object]]:
-    """The plain eager form: every call makes its results anew, as eager torch does."""
-    form = eager.build(expression)
-    if form is None:
-        return {}
-    parts, total, n = form.encode(x), torch.zeros_like(x), x.numel()
-    return {
-        "eager_encode": lambda: form.encode(x),
-        "eager_decode": lambda: form.decode(parts, n),
-        "eager_decode_add": lambda: total.add_(form.decode(parts, n)),
-    }
-
-
-def _tuned_calls(expression: str, x: Tensor) -> dict[str, Callable[[], object]]:
-    """The tuned form, which writes into buffers made beforehand."""
-    form = eager_tuned.build(expression, x.numel())
-    if form is None:
+    """The eager form, with every buffer made in each call and with all of them made beforehand."""
+    tuned = eager.build(expression, x.numel())
+    if tuned is None:
         return {}
     # Clones: encode reuses its own buffers, and decode should not depend on the shuffled order.
-    parts = tuple(part.clone() for part in form.encode(x))
+    parts = tuple(part.clone() for part in tuned.encode(x))
     out, total = torch.zeros_like(x), torch.zeros_like(x)
-    return {
-        "tuned_encode": lambda: form.encode(x),
-        "tuned_decode": lambda: form.decode(parts, out),
-        "tuned_decode_add": lambda: form.decode_add(parts, total, 1.0),
-    }
 
+    def fresh() -> eager.EagerCodec:
+        return cast(eager.EagerCodec, eager.build(expression, x.numel()))
 
-def _time_fields(name: str, timing: Timing | None) -> dict[str, float | None]:
     return {
-        f"{name}_seconds_median": None if timing is None else timing.p50_s,
-        f"{name}_seconds_p20": None if timing is None else timing.p20_s,
-        f"{name}_seconds_p80": None if timing is None else timing.p80_s,
+        "eager_encode": lambda: fresh().encode(x),
+        "eager_decode": lambda: fresh().decode(parts, torch.empty_like(x)),
+        "eager_decode_add": lambda: fresh().decode_add(parts, total, 1.0),
+        "tuned_encode": lambda: tuned.encode(x),
+        "tuned_decode": lambda: tuned.decode(parts, out),
+        "tuned_decode_add": lambda: tuned.decode_add(parts, total, 1.0),
     }

@@ -1,31 +1,53 @@
-"""One setting of a sweep: a profile, a number of ranks, and what is played there."""
+"""Simulated sweeps: a profile, a number of ranks, and the codecs, strategies and plans to play."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hipress.casync.graphs import strategies
+from hipress.cli.options import timed_model
+from hipress.cli.ui import number, text
 from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Profile
 from hipress.secopa.search import search
 from hipress.secopa.simulate import Simulated, Simulator
+from hipress.secopa.sosp21.presets import Layer, spread_work
 from hipress.secopa.what_if import WholeCluster, uniform
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hipress.train.models import Model
 
 PLAN = "plan"
 """The label of a plan that was searched for."""
 PLAN_CODEC = "int8"
-"""Of a plan that leaves the codec open, as `hipress train --plan` has it."""
+"""The codec of a plan that leaves it open, as in `hipress train --plan`."""
+COUNTED = 2
+"""Examples that floating-point operations are counted with: they are proportional."""
+
+STEP_COLUMNS = [
+    text("codec"),
+    text("strategy"),
+    number("ms per\nstep", "step_s", 1, 1e3),
+    number("x\nplain", "speedup", 2),
+    number("exposed\nms", "exposed_s", 1, 1e3),
+    number("MB\nper rank", "bytes_per_rank", 3, 1e-6),
+    number("scaling\n%", "efficiency", 1, 100),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What is played on one cluster."""
+class Sweep:
+    """What is simulated on one cluster."""
 
     profile: Profile
     num_ranks: int
@@ -34,34 +56,30 @@ class Setting:
     rate: str | None = None
     """As the user wrote it; None: as measured."""
     plan: Plan | None = None
-    """Played besides."""
+    """A plan that is simulated too."""
     plan_name: str = ""
     auto: bool = False
-    """Whether the best plan is looked for."""
+    """Whether to search for the best plan."""
     auto_codecs: tuple[str, ...] | None = None
-    """That it may use; None: the budget decides."""
+    """Codecs that the search may use; None: the budget decides."""
     patience_s: float = 10.0
-    """For how long."""
-    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Seconds for the search."""
 
-    @property
+    @cached_property
     def simulator(self) -> Simulator:
-        """Plays it."""
-        if "simulator" not in self._cache:
-            self._cache["simulator"] = WholeCluster(self.profile, self.num_ranks)
-        found: Simulator = self._cache["simulator"]
-        return found
+        """The simulator of the cluster."""
+        return WholeCluster(self.profile, self.num_ranks)
 
     @property
     def num_choices(self) -> int:
-        """Rows besides the plain one."""
+        """The number of rows, without the plain one."""
         fixed = len(self.codecs) * len(self.strategies)
         return (fixed if self.num_ranks > 1 else 0) + (self.plan is not None) + self.auto
 
     def rows(
         self, on_part: Callable[[float], None] = lambda fraction: None
     ) -> list[dict[str, Any]]:
-        """A row for plain all-reduce, and one for each choice."""
+        """Returns a row for plain all-reduce, and one for each choice."""
         plain = self.simulator.play(None)
         alone_s = Simulator(self.profile, 1).step_s(None)
         rows = [self._row("none", "allreduce", plain, plain, alone_s)]
@@ -72,13 +90,11 @@ class Setting:
         return rows
 
     def write_timeline(self, path: Path) -> str:
-        """Plays the first choice, or plain where there is none, and writes its timeline.
+        """Simulates the first choice, or plain if there is none, and writes its timeline.
 
         Returns:
-            What was played, in words.
+            What was simulated, in words.
         """
-        import json
-
         from hipress.secopa.timeline_of import traces
         from hipress.timeline import chrome_trace
 
@@ -91,7 +107,7 @@ class Setting:
         return f"{codec} {strategy or ''}".strip() + f" on {self.num_ranks} ranks{stands}"
 
     def _choices(self) -> Iterator[tuple[str, str | None, Mapping[str, Decision] | None]]:
-        """Codec, strategy and decisions; without decisions all is left to DDP."""
+        """Yields codec, strategy and decisions; without decisions all is left to DDP."""
         if self.num_ranks > 1:
             for codec in self.codecs:
                 for strategy in self.strategies:
@@ -109,12 +125,7 @@ class Setting:
             yield PLAN, None, found.gradients if found.num_compressed else None
 
     def _row(
-        self,
-        codec: str,
-        strategy: str | None,
-        played: Simulated,
-        plain: Simulated,
-        alone_s: float,
+        self, codec: str, strategy: str | None, played: Simulated, plain: Simulated, alone_s: float
     ) -> dict[str, Any]:
         return {
             "nodes": self.num_ranks,
@@ -131,11 +142,7 @@ class Setting:
 
 
 def check_ranks(profile: Profile, numbers: Sequence[int], instead: str = "") -> None:
-    """Refuses several ranks on the network of a profile that has one rank, and so no network.
-
-    Raises:
-        UsageError: There are several.
-    """
+    """Refuses several ranks where the profile has one rank, and so no network."""
     most = max(numbers)
     if profile.network.num_ranks == 1 < most:
         raise UsageError(
@@ -147,17 +154,10 @@ def check_ranks(profile: Profile, numbers: Sequence[int], instead: str = "") -> 
 def read_plan(
     made: Profile, path: Path, asked: Sequence[str], strategy: str, numbers: Sequence[int]
 ) -> Plan:
-    """The plan of a file, for the model of a profile; what it leaves open is filled in.
+    """Returns the plan of a file, for the model of a profile; what it leaves open is filled in.
 
-    Args:
-        made: With a model.
-        path: Of the plan.
-        asked: Codecs that the user named, the first of which fills in.
-        strategy: That fills in.
-        numbers: Of ranks that it is to be played on.
-
-    Raises:
-        UsageError: It is no plan, or not one for this model or these codecs.
+    The first of the codecs that the user `asked` for fills in, and the strategy; `numbers` are the
+    numbers of ranks to simulate it on. A plan for another model or other codecs is refused.
     """
     read = Plan.load(path)
     numels = {g.name: g.numel for g in made.model.gradients} if made.model is not None else {}
@@ -178,7 +178,8 @@ def read_plan(
         }
         filled = [chosen] if any(one.codec == ANY for one in sized.values()) else []
         filled += [strategy] if read.takes_strategy else []
-        print(f"{path}: played with {' and '.join(filled)}, left open there", file=sys.stderr)
+        with_what = " and ".join(filled)
+        print(f"{path}: simulated with {with_what}, which it leaves open", file=sys.stderr)
         read = read.model_copy(update={"gradients": sized}).with_codec(chosen, strategy)
     for one in read.gradients.values():
         strategies.check(one.strategy)
@@ -187,7 +188,46 @@ def read_plan(
     others = [number for number in numbers if number != read.num_ranks]
     if read.num_ranks is not None and others:
         print(
-            f"{path}: made for {read.num_ranks} ranks and played on {', '.join(map(str, others))}",
+            f"{path}: made for {read.num_ranks} ranks and simulated on "
+            f"{', '.join(map(str, others))}",
             file=sys.stderr,
         )
     return read
+
+
+def layers(name: str) -> tuple[list[Layer], int]:
+    """Returns the layers of a built-in model in the order of backward, and the examples of a step.
+
+    The model is built without memory for its numbers, and its operations are counted, not done.
+    Backward works for a layer in proportion to what forward does in it.
+
+    Raises:
+        UsageError: There is no such model, or it brings no data.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from hipress.train.tasks import TASKS
+
+    line = timed_model(name)
+    with torch.device("meta"):
+        model = line.build()
+    batch = tuple(part.to("meta") for part in line.data(0, COUNTED))
+    with FlopCounterMode(display=False) as counter:
+        TASKS[line.task or ""].loss(model, batch)
+    counts = {key: sum(ops.values()) for key, ops in counter.get_flop_counts().items()}
+    return _layers(model, counts, line), line.batch
+
+
+def _layers(model: nn.Module, counts: dict[str, int], line: Model) -> list[Layer]:
+    root = type(model).__name__
+    scale = 3 * line.batch / COUNTED  # backward takes twice what forward does
+    found = []
+    for name, parameter in reversed(list(model.named_parameters())):
+        owner = name.rpartition(".")[0]
+        # Where a layer has weight and bias, the weight gets all of its work.
+        work = counts.get(f"{root}.{owner}", 0) if parameter.ndim > 1 else 0
+        found.append(
+            Layer(name=name, numel=parameter.numel(), dims=parameter.ndim, work=work * scale)
+        )
+    return spread_work(found, counts.get("Global", 0) * scale)

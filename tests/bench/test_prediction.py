@@ -2,7 +2,7 @@
 
 import pytest
 
-from hipress.bench.prediction_rows import rows, summary
+from hipress.bench.prediction import rows, summary
 from hipress.secopa.simulate import Simulator
 from hipress.secopa.what_if import uniform
 from tests.secopa.made_up import codec, profile

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hipress.bench.table import Column, fixed, print_table, progress_bar, write_json
+from hipress.cli.ui import JsonOutput, number, print_table, progress_bar, text
 from hipress.errors import UsageError
 
 ROWS = [{"codec": "ef(topk(ratio=0.01, exact=false))", "s": 0.00125}, {"codec": "[b]x", "s": None}]
-COLUMNS = [
-    Column(header="codec", show=lambda row: str(row["codec"]), is_text=True),
-    Column(header="ms", show=fixed("s", 2, scale=1e3)),
-]
+COLUMNS = [text("codec"), number("ms", "s", 2, scale=1e3)]
 
 
 def test_cells_are_whole_and_literal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,20 +30,20 @@ def test_table_can_leave_stdout_alone(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_json_holds_rows_and_machine(tmp_path: Path) -> None:
     path = tmp_path / "f.json"
-    write_json(path, "bench codecs", ROWS)
+    JsonOutput(path, "bench codecs").write(ROWS)
     document = json.loads(path.read_text())
     assert document["command"] == "bench codecs" and document["rows"] == ROWS
     assert {"cpu", "cores", "torch", "date_utc"} <= set(document["machine"])
 
 
 def test_json_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    write_json(Path("-"), "demo", ROWS)
+    JsonOutput(Path("-"), "demo").write(ROWS)
     assert json.loads(capsys.readouterr().out)["rows"] == ROWS
 
 
 def test_unwritable_json_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write .*No such file or directory; give --json"):
-        write_json(tmp_path / "absent" / "f.json", "demo", ROWS)
+        JsonOutput(tmp_path / "absent" / "f.json", "demo")
 
 
 def test_progress_bar_takes_any_label(capsys: pytest.CaptureFixture[str]) -> None:

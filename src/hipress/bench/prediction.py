@@ -1,4 +1,4 @@
-"""Rows that set a simulated step beside the measured one, and how far they are apart."""
+"""`hipress bench prediction`: a simulated step beside the measured one, and their difference."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hipress.secopa.simulate import Simulator
 from hipress.secopa.what_if import uniform
 
 MEDIAN_BAR, WORST_BAR = 0.12, 0.30
-"""What the product promises."""
+"""The errors that the product promises to stay within."""
 
 
 def rows(
     profile: Profile, measured: Iterable[Mapping[str, Any]], baseline: str
 ) -> list[dict[str, Any]]:
-    """One for each measured variant that can be simulated.
+    """Returns a row for each measured variant that can be simulated.
 
     Args:
-        profile: Of the same cluster and model, measured apart from them.
+        profile: A profile of the same cluster and model, measured in another run.
         measured: Rows of `bench train`.
         baseline: The variant that is DDP as it comes.
     """
@@ -54,6 +54,6 @@ def rows(
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The median and the largest of the errors, without their sign."""
+    """Returns the median and the largest of the errors, without their sign."""
     errors = [abs(row["error"]) for row in found]
     return median(errors), max(errors)

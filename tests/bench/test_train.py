@@ -7,18 +7,24 @@ from typing import Any
 
 import pytest
 
-from hipress.bench.train_rows import Config, exposed_removed, problem, rows
-from hipress.bench.train_worker import HOOKS, check_hook
+from hipress.bench.train import (
+    HOOKS,
+    TrainBenchmark,
+    check_hook,
+    exposed_removed,
+    problem,
+    rows,
+)
 from hipress.errors import UsageError
 
-CONFIG = Config(
+BENCHMARK = TrainBenchmark(
     num_hosts=4,
     rate="1gbit",
     rate_bits=10**9,
     delay="none",
     is_shaped=True,
     model="vgg",
-    num_parameters=1_000_000,
+    num_elements=1_000_000,
     batch=8,
     steps=2,
     hooks=("ddp",),
@@ -67,13 +73,13 @@ RESULT = {
 }
 
 
-def test_a_config_survives_its_text() -> None:
-    assert Config.load(CONFIG.dump()) == CONFIG
-    assert CONFIG.size_bytes == 4_000_000 and CONFIG.all_reduce_bytes == 6_000_000
+def test_a_benchmark_survives_its_text() -> None:
+    assert TrainBenchmark.load(BENCHMARK.dump()) == BENCHMARK
+    assert BENCHMARK.size_bytes == 4_000_000 and BENCHMARK.all_reduce_bytes == 6_000_000
 
 
 def test_rows_follow_from_what_was_measured() -> None:
-    compute, ddp, ours = rows(CONFIG, RESULT)
+    compute, ddp, ours = rows(BENCHMARK, RESULT)
     for row in (compute, ddp, ours):
         assert row["compute_seconds"] == 0.2 and row["ddp_seconds"] == 1.0
         assert row["repeats"] == 3 and row["steps"] == 2 and row["problem"] is None
@@ -88,7 +94,7 @@ def test_rows_follow_from_what_was_measured() -> None:
 def test_medians_are_taken_before_they_are_divided() -> None:
     # Ratios of single rounds would have the median 1.
     slow = {"variants": [RESULT["variants"][0], variant("ddp", [9, 1, 2]), variant("x", [9, 1, 3])]}
-    assert rows(CONFIG, slow)[2]["speedup"] == pytest.approx(2 / 3)
+    assert rows(BENCHMARK, slow)[2]["speedup"] == pytest.approx(2 / 3)
 
 
 def test_without_exposed_communication_nothing_can_be_removed() -> None:
@@ -106,17 +112,17 @@ def test_without_exposed_communication_nothing_can_be_removed() -> None:
     ],
 )
 def test_problems(changes: dict[str, Any], says: str) -> None:
-    found = problem(CONFIG, OURS | changes)
+    found = problem(BENCHMARK, OURS | changes)
     assert found is not None and found.startswith("vgg with onebit ps: ") and says in found
     result = {"variants": [*RESULT["variants"][:2], OURS | changes]}
-    assert [row["problem"] for row in rows(CONFIG, result)] == [None, None, found]
+    assert [row["problem"] for row in rows(BENCHMARK, result)] == [None, None, found]
 
 
 def test_what_is_no_problem() -> None:
-    assert problem(CONFIG, OURS) is None
-    assert problem(CONFIG, OURS | {"interface_deviation": None}) is None
-    assert problem(CONFIG, variant("compute", [1.0], ranks_agree=False)) is None
-    config = dataclasses.replace(CONFIG, is_shaped=False, rate_bits=None)
+    assert problem(BENCHMARK, OURS) is None
+    assert problem(BENCHMARK, OURS | {"interface_deviation": None}) is None
+    assert problem(BENCHMARK, variant("compute", [1.0], ranks_agree=False)) is None
+    config = dataclasses.replace(BENCHMARK, is_shaped=False, rate_bits=None)
     assert problem(config, variant("ddp", [1.0], interface_bytes=None)) is None
 
 

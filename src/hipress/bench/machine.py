@@ -1,14 +1,18 @@
-"""Facts about this machine and process, for `hipress doctor`: nothing here decides anything."""
+"""Facts about this machine and process, beside measurements and for `hipress doctor`."""
 
 import importlib
 import importlib.metadata
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import warnings
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from hipress.version import __version__
 
 Facts = dict[str, Any]
 
@@ -18,8 +22,28 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES = 1 << 60
 
 
+def machine_facts() -> dict[str, str | int]:
+    """Returns what a reader needs to judge a timing: processor, GPU, versions, date in UTC."""
+    import torch
+
+    from hipress.probe.cache import processor
+
+    facts: dict[str, str | int] = {
+        "cpu": processor(torch.device("cpu")),
+        "cores": core_facts()["affinity"],
+        "python": platform.python_version(),
+    }
+    for package in ("torch", "numba"):
+        facts[package] = package_version(package) or "not installed"
+    facts["hipress"] = __version__
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    facts["date_utc"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return facts
+
+
 def package_version(name: str) -> str | None:
-    """Return the version of an installed package without importing it, or None."""
+    """Returns the version of an installed package without importing it, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -27,7 +51,7 @@ def package_version(name: str) -> str | None:
 
 
 def import_facts(name: str) -> Facts:
-    """Import a package and return its version, or why it can not be imported."""
+    """Imports a package and returns its version, or why it cannot be imported."""
     try:
         # Not only ImportError: a numba that does not fit its numpy fails in other ways.
         return {"version": str(importlib.import_module(name).__version__), "error": None}
@@ -36,7 +60,7 @@ def import_facts(name: str) -> Facts:
 
 
 def torch_facts() -> tuple[Facts, list[Facts]]:
-    """Return what torch is built for and the CUDA devices that it can use."""
+    """Returns what torch is built for and the CUDA devices that it can use."""
     facts = import_facts("torch")
     if facts["error"]:
         return {**facts, "build": None, "note": None}, []
@@ -65,7 +89,7 @@ def torch_facts() -> tuple[Facts, list[Facts]]:
 
 
 def core_facts() -> Facts:
-    """Return how many cores there are, and how many of them this process may use."""
+    """Returns how many cores there are, and how many of them this process may use."""
     installed = os.cpu_count() or 1
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else installed
     quota = cgroup_cores()
@@ -74,7 +98,7 @@ def core_facts() -> Facts:
 
 
 def memory_facts() -> Facts:
-    """Return the memory of the machine and the cgroup's limit on this process, in bytes."""
+    """Returns the memory of the machine and the cgroup's limit on this process, in bytes."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = cgroup_memory_bytes()
     return {
@@ -85,7 +109,7 @@ def memory_facts() -> Facts:
 
 
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the memory that a process can still get, or None where nothing tells."""
+    """Returns the memory that a process can still get, or None where the system does not say."""
     words = _read_words(meminfo)
     if "MemAvailable:" not in words:
         return None
@@ -94,7 +118,7 @@ def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def cgroup_cores(proc: Path = _PROC_CGROUP, root: Path = _CGROUP_ROOT) -> float | None:
-    """Return the CPU quota of this process's cgroups in cores, or None where there is none."""
+    """Returns the CPU quota of this process's cgroups in cores, or None where there is none."""
     quotas = []
     for folder in _cgroup_folders("cpu", proc, root):
         if (v2 := _read_words(folder / "cpu.max")) and v2[0] != "max":
@@ -106,7 +130,7 @@ def cgroup_cores(proc: Path = _PROC_CGROUP, root: Path = _CGROUP_ROOT) -> float 
 
 
 def cgroup_memory_bytes(proc: Path = _PROC_CGROUP, root: Path = _CGROUP_ROOT) -> int | None:
-    """Return the memory limit of this process's cgroups, or None where there is none."""
+    """Returns the memory limit of this process's cgroups, or None where there is none."""
     limits = []
     for folder in _cgroup_folders("memory", proc, root):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -116,10 +140,10 @@ def cgroup_memory_bytes(proc: Path = _PROC_CGROUP, root: Path = _CGROUP_ROOT) ->
 
 
 def folder_facts(path: Path) -> Facts:
-    """Say whether files can be written in a folder, or in the one it would be made in."""
+    """Returns whether files can be written in a folder, or in the one it would be made in."""
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
-        # A real file, gone when closed: permission bits do not know of read-only mounts.
+        # A real file, gone when closed: permission bits do not show read-only mounts.
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
@@ -128,7 +152,7 @@ def folder_facts(path: Path) -> Facts:
 
 
 def lab_facts() -> Facts:
-    """Return what this process may do towards an emulated cluster."""
+    """Returns what this process may do for an emulated cluster."""
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     return {
         "root": root,
@@ -144,7 +168,7 @@ _UNSHARE = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(int(sys.argv[
 
 
 def _can_unshare(flags: int) -> bool:
-    """Try to enter new namespaces in a child, since each system has its own way to forbid it."""
+    """Tries to enter new namespaces in a child, since each system has its own way to forbid it."""
     try:
         child = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _UNSHARE, str(flags)],
@@ -157,7 +181,7 @@ def _can_unshare(flags: int) -> bool:
 
 
 def _cgroup_folders(controller: str, proc: Path, root: Path) -> list[Path]:
-    """Return this process's cgroup folders for a controller, v2 and v1, each with its parents."""
+    """Returns this process's cgroup folders for a controller, v2 and v1, each with its parents."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:

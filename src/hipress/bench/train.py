@@ -1,0 +1,367 @@
+"""`hipress bench train`: training steps with every way to exchange gradients, beside DDP and beside
+no exchange.
+
+`TrainBenchmark` is what the ranks measure, `_TrainWorker` is what they run (`python -m
+hipress.bench.train BENCHMARK`), and `rows` makes one row per variant of the numbers that rank 0
+writes. `problem` says what a row must not show. Every variant has a copy of the model of its own,
+in a DDP of its own, and is idle while another runs.
+
+A variant's step is compared with two others of the same run: DDP as it comes, and `compute`, the
+same step without any exchange. What lies between those two is DDP's exposed communication, and
+`exposed_removed` is the part of it that a variant takes away: 0 is DDP, 1 is the bound.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import hipress
+from hipress.bench.cluster import (
+    Candidate,
+    ClusterBenchmark,
+    ClusterWorker,
+    interface_problem,
+    ranks_agree,
+    run_rank,
+)
+from hipress.bench.timing import Timing
+from hipress.errors import UsageError
+from hipress.session.buckets import has_momentum
+from hipress.torch import Sync
+from hipress.train.models import model
+from hipress.train.tasks import TASKS
+
+COMPUTE = "compute"
+"""The variant without any exchange: the bound."""
+BASELINE = "ddp"
+AUTO = "auto"
+"""In place of a codec: `attach` decides, among the other codecs of the run."""
+WARM_UP_STEPS = 3
+"""DDP arranges its buckets anew after the first; the third is PowerSGD's first."""
+MAX_DECISION_STEPS = 200
+"""Steps that `auto` may take to decide."""
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBenchmark(ClusterBenchmark):
+    """What all ranks measure."""
+
+    model: str
+    batch: int
+    """Examples per rank and step."""
+    steps: int
+    """Steps in a sample."""
+    hooks: tuple[str, ...]
+    """Hooks of torch, DDP itself among them."""
+    codecs: tuple[str, ...]
+    strategies: tuple[str, ...]
+    bucket_mb: int | None
+    """MiB of DDP's buckets; None is its default."""
+
+    @property
+    def num_copies(self) -> int:
+        """Arrays of the gradient's size that a rank holds."""
+        num_ours = len(self.codecs) * len(self.strategies)
+        # Parameters, gradients and momentum of each variant and of `compute`; ours have residuals
+        # and buffers; the model that all are copies of, and what the one that runs needs.
+        num_variants = 1 + len(self.hooks) + num_ours
+        return 3 * num_variants + sum(HOOKS[h].num_copies for h in self.hooks) + 2 * num_ours + 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """A way to exchange gradients that comes with torch."""
+
+    register: Callable[[DistributedDataParallel], Any]
+    """Registers it and returns the state that it keeps, or None."""
+    one_bucket: bool = False
+    """Whether all gradients must be in one bucket."""
+    num_copies: int = 0
+    """Copies of the gradient that it keeps beyond DDP."""
+
+
+def _register_powersgd(rank: int) -> Callable[[DistributedDataParallel], Any]:
+    def register(ddp: DistributedDataParallel) -> Any:
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return state
+
+    return register
+
+
+def _powersgd(rank: int) -> Hook:
+    # It starts all-reduces in callbacks, in an order that differs among ranks where several
+    # buckets are on their way: gloo then aborts or stalls.
+    return Hook(register=_register_powersgd(rank), one_bucket=True, num_copies=2)
+
+
+HOOKS: dict[str, Hook] = {
+    BASELINE: Hook(register=lambda ddp: None),
+    "fp16": Hook(
+        register=lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    ),
+    "powersgd-1": _powersgd(1),
+    "powersgd-2": _powersgd(2),
+    "powersgd-4": _powersgd(4),
+}
+"""Hooks by name. PowerSGD (Vogels et al., NeurIPS 2019) has its rank behind the name."""
+
+
+def check_hook(name: str) -> None:
+    """Refuses a name that is not in the table."""
+    if name in HOOKS:
+        return
+    near = difflib.get_close_matches(name.lower(), HOOKS, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise UsageError(f"hook {name!r}{hint} is none of {', '.join(HOOKS)}; choose one.")
+
+
+def rows(benchmark: TrainBenchmark, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns one row per variant, from what rank 0 wrote."""
+    variants = result["variants"]
+    timings = {one["variant"]: Timing.of(one["samples_s"]) for one in variants}
+    return [_row(benchmark, one, timings) for one in variants]
+
+
+def _row(
+    benchmark: TrainBenchmark, one: Mapping[str, Any], timings: Mapping[str, Timing]
+) -> dict[str, Any]:
+    timing, ddp, compute = (timings[name] for name in (one["variant"], BASELINE, COMPUTE))
+    return {
+        "model": benchmark.model,
+        "rate": benchmark.rate,
+        "variant": one["variant"],
+        "codec": one["codec"],
+        "strategy": one["strategy"],
+        "note": one["note"],
+        "delay": benchmark.delay,
+        "hosts": benchmark.num_hosts,
+        "device": benchmark.device,
+        "num_parameters": benchmark.num_elements,
+        "batch": benchmark.batch,
+        "bucket_mb": benchmark.bucket_mb,
+        "repeats": timing.num_samples,
+        "steps": benchmark.steps,
+        **timing.fields(),
+        "compute_seconds": compute.p50_s,
+        "ddp_seconds": ddp.p50_s,
+        "speedup": ddp.p50_s / timing.p50_s,
+        "exposed_removed": exposed_removed(ddp.p50_s, compute.p50_s, timing.p50_s),
+        "wire_bytes_per_rank": one["wire_bytes"],
+        "interface_bytes_per_rank": one["interface_bytes"],
+        "interface_deviation": one["interface_deviation"],
+        "extra_memory_bytes": one["memory_bytes"],
+        "skipped": one["skipped"],
+        "loss": one["loss"],
+        "ranks_agree": one["ranks_agree"],
+        "problem": problem(benchmark, one),
+    }
+
+
+def exposed_removed(ddp_s: float, compute_s: float, seconds: float) -> float | None:
+    """Returns the part of DDP's exposed communication that a step saves; None if there is none.
+
+    Example:
+        >>> exposed_removed(ddp_s=1.0, compute_s=0.5, seconds=0.625)
+        0.75
+    """
+    exposed_s = ddp_s - compute_s
+    return (ddp_s - seconds) / exposed_s if exposed_s > 0 else None
+
+
+def problem(benchmark: TrainBenchmark, one: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with a measured variant, in one sentence; None where nothing is."""
+    label = f"{benchmark.model} with {one['variant']}"
+    if one["variant"] == COMPUTE:
+        return None  # its ranks exchange nothing
+    if not one["ranks_agree"]:
+        return f"{label}: ranks hold different parameters."
+    if one["loss"] is None:
+        return f"{label}: the loss is not finite; steps on such numbers measure nothing."
+    return interface_problem(label, one)
+
+
+# --- a rank ---------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class _Variant(Candidate):
+    """One way to exchange gradients, with a model of its own."""
+
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    note: str | None = None
+    sync: Sync | None = None
+    state: Any = None
+    """The state of a hook of torch's."""
+    loss: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
+    """The loss of the last step."""
+
+    def result(self) -> dict[str, Any]:
+        return super().result() | {"note": self.note}
+
+    @property
+    def memory_bytes(self) -> int:
+        """What is kept beyond DDP from step to step."""
+        if self.sync is not None:
+            stats = self.sync.stats()
+            return stats.state_bytes + stats.buffer_bytes
+        if self.state is None:
+            return 0
+        kept = (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict)
+        return sum(value.nbytes for each in kept for value in each.values())
+
+
+class _TrainWorker(ClusterWorker[_Variant]):
+    def __init__(self, benchmark: TrainBenchmark) -> None:
+        num_ours = sum(1 if c == AUTO else len(benchmark.strategies) for c in benchmark.codecs)
+        num_variants = 1 + len(benchmark.hooks) + num_ours
+        super().__init__(benchmark, (1 + benchmark.repeats) * num_variants)
+        self.benchmark = benchmark
+        self.num_calls = benchmark.steps
+        line = model(benchmark.model)
+        data = line.data(dist.get_rank(), benchmark.batch)
+        self.batch = tuple(part.to(self.device) for part in data)
+        self.loss = TASKS[line.task or ""].loss
+        self.model: nn.Module = line.make().to(self.device)
+        self.candidates = [
+            self._hooked(COMPUTE, Hook(register=_register_nothing)),
+            *(self._hooked(name, HOOKS[name]) for name in benchmark.hooks),
+            *(
+                self._ours(codec, strategy)
+                for codec in benchmark.codecs
+                for strategy in (benchmark.strategies if codec != AUTO else (None,))
+            ),
+        ]
+
+    def measure(self) -> dict[str, Any]:
+        """Warms up, takes the samples, and checks."""
+        for one in self.candidates:
+            self.progress(f"warm up {one.label}")
+            for _ in range(WARM_UP_STEPS):
+                self.call(one)
+            if one.codec == AUTO:
+                self._wait_for_decision(one)
+            self._check(one)
+        self.run_rounds()
+        for one in self.candidates:
+            self._check(one)
+            self._count(one)
+        return {"variants": [one.result() for one in self.candidates]}
+
+    def call(self, one: _Variant) -> None:
+        one.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(one.ddp, self.batch)
+        torch.autograd.backward(loss)
+        one.optimizer.step()
+        one.loss = loss.detach()
+
+    def counts(self, one: _Variant) -> tuple[int, int]:
+        return (0 if one.sync is None else one.sync.stats().sent_bytes), 0
+
+    def _hooked(self, label: str, hook: Hook) -> _Variant:
+        whole_mb = self.benchmark.size_bytes // 2**20 + 1
+        ddp = self._ddp(whole_mb if hook.one_bucket else self.benchmark.bucket_mb)
+        return _Variant(
+            label=label,
+            ddp=ddp,
+            optimizer=_optimizer(ddp, MOMENTUM),
+            note="one bucket" if hook.one_bucket else None,
+            state=hook.register(ddp),
+        )
+
+    def _ours(self, codec: str, strategy: str | None) -> _Variant:
+        ddp = self._ddp(self.benchmark.bucket_mb)
+        others = [other for other in self.benchmark.codecs if other != AUTO]
+        if codec == AUTO:
+            optimizer = _optimizer(ddp, MOMENTUM)
+            sync = hipress.attach(ddp, codecs=others or None, optimizer=optimizer)
+            return _Variant(label=AUTO, ddp=ddp, optimizer=optimizer, codec=AUTO, sync=sync)
+        optimizer = _optimizer(ddp, 0.0 if has_momentum(hipress.codec(codec)) else MOMENTUM)
+        return _Variant(
+            label=f"{codec} {strategy}",
+            ddp=ddp,
+            optimizer=optimizer,
+            codec=codec,
+            strategy=strategy,
+            sync=hipress.attach(ddp, codec=codec, strategy=strategy, optimizer=optimizer),
+        )
+
+    def _ddp(self, bucket_mb: int | None) -> DistributedDataParallel:
+        # A cap that is given holds for the first bucket too; without one that is 1 MiB. All ranks
+        # have the same model: sending it would take a slow line minutes, once for each variant.
+        return DistributedDataParallel(
+            copy.deepcopy(self.model),
+            bucket_cap_mb=bucket_mb,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+        )
+
+    def _wait_for_decision(self, one: _Variant) -> None:
+        """Makes steps until `auto` has decided, which it does on all ranks in the same step."""
+        assert one.sync is not None
+        for _ in range(MAX_DECISION_STEPS):
+            auto = one.sync.stats().auto
+            if auto is not None and auto.mode in ("plain", "compressed"):
+                one.note = auto.reason
+                return
+            self.call(one)
+        raise UsageError(f"auto has not decided within {MAX_DECISION_STEPS} steps; report this.")
+
+    def _check(self, one: _Variant) -> None:
+        """Notes whether all ranks hold the same parameters, as they did before."""
+        same = ranks_agree(list(one.ddp.parameters()))
+        one.found["ranks_agree"] = one.found.get("ranks_agree", True) and same
+
+    def _count(self, one: _Variant) -> None:
+        wire = None if one.sync is None else one.sent_bytes / self.repeats
+        loss = float(one.loss)
+        # The largest of a number and NaN may be the number.
+        loss = loss if math.isfinite(loss) else math.inf
+        memory, loss = self.count_bytes(one, wire, float(one.memory_bytes), loss)
+        one.found |= {
+            "memory_bytes": int(memory),
+            "loss": loss if math.isfinite(loss) else None,
+            "skipped": {} if one.sync is None else one.sync.stats().skipped,
+        }
+
+
+def _register_nothing(ddp: DistributedDataParallel) -> None:
+    ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+
+
+def _optimizer(ddp: DistributedDataParallel, momentum: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE, momentum=momentum)
+
+
+def _main(text: str) -> dict[str, Any]:
+    worker = _TrainWorker(TrainBenchmark.load(text))
+    result = worker.measure()
+    dist.barrier()
+    for one in worker.candidates:
+        if one.sync is not None:
+            one.sync.engine.close()
+    return result
+
+
+if __name__ == "__main__":
+    run_rank(_main)
