@@ -200,6 +200,7 @@ def _in_job(benchmark: ProfileBenchmark) -> Profile | None:
     from hipress.bench.profile import measure
     from hipress.launch import join
     from hipress.session.groups import engine_of
+    from hipress.train.ranks import choose_device
 
     world = join()
     device, backend = choose_device(
