@@ -43,6 +43,9 @@ test-all: $(STAMP)  ## what `make test` leaves out: the other cells of grids, lo
 	$(PYTEST) $(PARALLEL) -m "full and not alone"
 	$(PYTEST) -m "full and alone" $(ALONE)
 
+mutants: $(STAMP)  ## put known defects back one by one: `make test` must catch each
+	$(BIN)/python -m tests.mutants
+
 bench: $(STAMP)  ## speed of the codecs beside memcpy
 	@$(BIN)/hipress bench codecs
 

@@ -1,0 +1,111 @@
+"""Puts known defects back one by one and shows that `make test` catches each: `make mutants`.
+
+    python -m tests.mutants                 all defects; writes tests/mutants/README.md
+    python -m tests.mutants -k residual     those whose name contains a text; writes nothing
+
+Each defect is applied to a copy of the source. The tests that should notice it run with the markers
+of `make test`; a defect is caught if they fail. They pass on the untouched copy, which is checked
+first. Exit code 1: a defect was not caught, or could not be applied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.mutants.defects import DEFECTS, Defect
+
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("README.md")
+TIMEOUT_S = 600.0
+
+
+def main() -> int:
+    """Runs the defects and prints one line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-k", default="", help="only defects whose name contains this text")
+    parser.add_argument("-n", type=int, default=os.cpu_count() or 1, help="defects at a time")
+    parser.add_argument("--no-baseline", action="store_true", help="skip the untouched source")
+    options = parser.parse_args()
+    chosen = [defect for defect in DEFECTS if options.k in defect.name]
+    if not options.no_baseline:
+        tests = sorted({test for defect in chosen for test in defect.tests})
+        if (failed := run(None, tests)) is not None:
+            print(f"the tests fail without any defect:\n{failed}", file=sys.stderr)
+            return 1
+    with ThreadPoolExecutor(options.n) as pool:
+        found = list(pool.map(tried, chosen))
+    if not options.k:
+        TABLE.write_text(table(zip(chosen, found, strict=True)), "utf-8")
+    missed = [d.name for d, by in zip(chosen, found, strict=True) if not by.startswith("caught")]
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} defects caught")
+    return 1 if missed else 0
+
+
+def tried(defect: Defect) -> str:
+    """Applies one defect and returns what came of it, in words."""
+    start = time.monotonic()
+    try:
+        failed = run(defect, defect.tests)
+    except ValueError as error:
+        by = f"not applied: {error}"
+    else:
+        by = "not caught" if failed is None else f"caught by {failed}"
+    print(f"{defect.name}: {by} ({time.monotonic() - start:.0f} s)", flush=True)
+    return by
+
+
+def run(defect: Defect | None, tests: Iterable[str]) -> str | None:
+    """Returns the first test that fails on a copy of the source; None if all pass."""
+    with tempfile.TemporaryDirectory(prefix="hipress-mutant-") as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("tests", "docs", "examples", "benchmarks", "pyproject.toml", "README.md"):
+            (copy / name).symlink_to(ROOT / name)
+        if defect is not None:
+            defect.apply(copy)
+        path = os.pathsep.join([str(copy / "src"), str(copy)])
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not full", "--no-header",
+             "-p", "no:cacheprovider", "-rfE", "--tb=no", *tests],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )  # fmt: skip
+    if done.returncode == 0:
+        return None
+    lines = done.stdout.splitlines()
+    failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else (lines or done.stderr.splitlines() or ["no output"])[-1]
+
+
+def table(rows: Iterable[tuple[Defect, str]]) -> str:
+    """Returns the results as a page."""
+    lines = [
+        "# Known defects, put back one by one",
+        "",
+        "`make mutants` writes this table. Each defect is applied to a copy of the source; then",
+        "those tests of `make test` run that should notice it.",
+        "",
+        "| defect | file | caught by |",
+        "|---|---|---|",
+    ]
+    for defect, by in rows:
+        test = by.removeprefix("caught by ").split("::")[-1].split("[")[0]
+        caught = f"`{test}`" if by.startswith("caught") else f"**{by}**"
+        lines.append(f"| {defect.name} | `{defect.path}` | {caught} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
