@@ -72,7 +72,7 @@ def test_ctrl_c_under_the_real_torchrun(tmp_path):
         (["-H", "a:0"], "host a has 0 slots"),
         (["-H", "a", "--port", "70000"], "--port is 70000; it must be from 1 to 65535"),
         (["-H", "a", "--ssh-port", "-1"], "--ssh-port is -1; it must be from 1 to 65535"),
-        (["-H", "a", "--ssh", "ssh '"], '--ssh "ssh \'" can not be read: No closing quotation'),
+        (["-H", "a", "--ssh", "ssh '"], '--ssh "ssh \'" cannot be read: No closing quotation'),
         (["-H", "a", "--ssh", ""], "--ssh is empty; name the program"),
         (["-H", "a", "--env", "NOT_SET_HERE"], "--env NOT_SET_HERE asks for a variable that is"),
         (["-H", "a", "--interface", "a/b"], "--interface 'a/b' is not the name of a network card"),
