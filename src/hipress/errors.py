@@ -15,6 +15,8 @@ A message is one sentence that names the value, the rule, the choices and the ne
 pickled when they cross process boundaries; `__reduce__` exists where arguments are keyword-only.
 """
 
+import difflib
+from collections.abc import Iterable
 from functools import partial
 
 __all__ = [
@@ -29,6 +31,17 @@ __all__ = [
     "TrainingError",
     "UsageError",
 ]
+
+
+def did_you_mean(value: str, choices: Iterable[str]) -> str:
+    """Return a hint for a message that refuses a value; empty if no choice is similar.
+
+    Example:
+        >>> did_you_mean("onebitt", ["onebit", "topk"])
+        " (did you mean 'onebit'?)"
+    """
+    near = difflib.get_close_matches(value, list(choices), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 class HipressError(Exception):

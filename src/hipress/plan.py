@@ -102,7 +102,7 @@ class Plan(BaseModel):
 
     version: int = Field(default=VERSION, ge=1)
     epoch: int = 0
-    """Number of the plan within a run; ranks with different plans refuse to go on."""
+    """Number of the plan within a run; ranks with different plans raise an error."""
     num_ranks: int | None = Field(default=None, ge=1)
     """Number of ranks that the plan was made for."""
     step_s: float | None = Field(default=None, ge=0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hipress.errors import UsageError
+from hipress.errors import UsageError, did_you_mean
 
 T = TypeVar("T")
 Environ = Mapping[str, str]
@@ -97,8 +97,7 @@ def _refusal(setting: Setting[Any], value: str, default: str) -> str:
             f"the default of {setting.name}, {default!r}, does not work on this system; it must be "
             f"{setting.rule}; set {setting.name} to one that does"
         )
-    nearest = difflib.get_close_matches(value.lower(), setting.choices, n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    hint = did_you_mean(value.lower(), setting.choices)
     return (
         f"{setting.name} is {value!r}{hint}; it must be {setting.rule}; "
         f"correct it, or unset it to use the default, {default!r}"

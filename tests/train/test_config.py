@@ -93,12 +93,12 @@ def test_length_of_a_run():
         ({"codec": "uncompressed", "plain_steps": 5}, "so --plain-steps has nothing to act on"),
         ({"codec": "uncompressed", "min_size": 0}, "so --min-size has nothing to act on"),
         ({"codec": "uncompressed", "exclude": ("a",)}, "so --exclude has nothing to act on"),
-        ({"momentum": 0.5, "optimizer": "adam"}, "--momentum does something only with --opt"),
-        ({"rate_decay": 0.5}, "--lr-decay does something only with --lr-mode step"),
-        ({"warmup_rate": 0.5}, "--warmup-lr does something only with --warmup-epochs"),
-        ({"side": 64}, "--side does something only with --data imagefolder; leave it out."),
-        ({"length": 64}, "--length does something only with text; leave it out."),
-        ({"tokens": "words"}, "--tokens does something only with text; leave it out."),
+        ({"momentum": 0.5, "optimizer": "adam"}, "--momentum has an effect only with --opt"),
+        ({"rate_decay": 0.5}, "--lr-decay has an effect only with --lr-mode step"),
+        ({"warmup_rate": 0.5}, "--warmup-lr has an effect only with --warmup-epochs"),
+        ({"side": 64}, "--side has an effect only with --data imagefolder; leave it out."),
+        ({"length": 64}, "--length has an effect only with text; leave it out."),
+        ({"tokens": "words"}, "--tokens has an effect only with text; leave it out."),
     ],
 )
 def test_options_that_cannot_be(options, sentence):

@@ -204,11 +204,11 @@ def _check_same_position(job: Job, state: dict[str, Any] | None) -> None:
     found = job.ranks.gather(torch.tensor(mine))
     for rank, theirs in enumerate(found):
         if theirs != found[0]:
-            told = [
+            found_text = [
                 "no checkpoint" if epoch < 0 else f"one of epoch {epoch}, example {examples}"
                 for epoch, examples in (found[0], theirs)
             ]
             raise JointError(
-                f"rank 0 finds {told[0]} in {str(job.config.checkpoint)!r} and rank {rank} "
-                f"{told[1]}; give a --checkpoint folder that all hosts see."
+                f"rank 0 finds {found_text[0]} in {str(job.config.checkpoint)!r} and rank {rank} "
+                f"{found_text[1]}; give a --checkpoint folder that all hosts see."
             )

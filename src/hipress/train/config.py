@@ -248,7 +248,7 @@ class TrainConfig:
         }
         for option, (is_given, has_effect, needs) in needed.items():
             if is_given and not has_effect:
-                raise UsageError(f"{option} does something only with {needs}; leave it out.")
+                raise UsageError(f"{option} has an effect only with {needs}; leave it out.")
         if self.codec == PLAIN and self._exchange_options:
             raise UsageError(
                 f"--codec {PLAIN} leaves gradients to DDP, so {self._exchange_options[0]} has "

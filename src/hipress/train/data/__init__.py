@@ -5,14 +5,13 @@ Nothing is downloaded. To add a data set, write how to open it and add it to the
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hipress import settings
-from hipress.errors import UsageError
+from hipress.errors import UsageError, did_you_mean
 from hipress.train.data.base import Data
 from hipress.train.data.image_folder import open_imagefolder
 from hipress.train.data.images import (
@@ -226,8 +225,7 @@ def usage(name: str) -> str:
 def _entry(name: str) -> _Entry:
     if name in _TABLE:
         return _TABLE[name]
-    near = difflib.get_close_matches(name.lower(), NAMES, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name.lower(), NAMES)
     raise UsageError(f"no data set {name!r}{hint}; there are: {', '.join(NAMES)}; choose one.")
 
 

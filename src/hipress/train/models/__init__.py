@@ -6,14 +6,13 @@ come from torch's global generator only, so a seed decides them on every rank.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
-from hipress.errors import UsageError
+from hipress.errors import UsageError, did_you_mean
 from hipress.train.data import synthetic
 from hipress.train.models.base import Model, custom
 from hipress.train.models.bert import Bert
@@ -39,11 +38,9 @@ def model(name: str) -> Model:
         return MODELS[name]
     if ":" in name:
         return custom(name)
-    near = difflib.get_close_matches(name.lower(), names(), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise UsageError(
-        f"model {name!r}{hint} is none of {', '.join(names())}; choose one, or name your own as "
-        "package.module:callable."
+        f"model {name!r}{did_you_mean(name.lower(), names())} is none of {', '.join(names())}; "
+        "choose one, or name your own as package.module:callable."
     )
 
 
