@@ -70,9 +70,9 @@ def run(
     rest. Lines are prefixed with the rank. When one rank fails
     all are ended, and the exit code is that of the first failure.
     """
-    from hipress.launch.environment import forwarded
     from hipress.launch.hosts import check_port
-    from hipress.launch.launcher import Job, launch
+    from hipress.launch.launcher import LaunchSpec, launch
+    from hipress.launch.torchrun import forwarded
 
     for number, option in ((port, "--port"), (ssh_port, "--ssh-port")):
         if number is not None:
@@ -82,7 +82,7 @@ def run(
     if len(found) == 1:
         given["--port"] = port
     _refuse_idle([option for option, value in given.items() if value is not None], nproc)
-    job = Job(
+    spec = LaunchSpec(
         command=command,
         hosts=found,
         is_local=nproc is not None,
@@ -96,7 +96,7 @@ def run(
         timeout_s=timeout,
         output=output,
     )
-    raise typer.Exit(launch(job).code)
+    raise typer.Exit(launch(spec).code)
 
 
 def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tuple[Host, ...]:
@@ -143,7 +143,7 @@ def _here() -> str:
         return os.getcwd()
     except OSError as error:
         raise UsageError(
-            f"the folder you are in can not be found any more ({error.strerror}); go to another, "
+            f"the folder you are in cannot be found any more ({error.strerror}); go to another, "
             f"or name one with --dir"
         ) from None
 
@@ -154,7 +154,7 @@ def _ssh(text: str) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--ssh {text!r} can not be read: {error}; close the quote") from None
+        raise UsageError(f"--ssh {text!r} cannot be read: {error}; close the quote") from None
     if not words:
         raise UsageError('--ssh is empty; name the program, as in --ssh "ssh -i key"')
     return words
