@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hipress.environment import with_defaults
 from hipress.errors import UsageError
 from hipress.launch import torchrun
 from hipress.launch.hosts import Host, parse_hosts, read_hosts
@@ -129,12 +130,15 @@ def test_what_cannot_be_forwarded(wanted, interface, says):
 
 
 def test_defaults_give_way_to_what_is_set():
-    whole = torchrun.with_defaults({"PATH": "/bin"}, {}, 2, "/py")
+    def defaults(environ, one_thread=True):
+        return with_defaults(environ, python_folder="/py", one_thread=one_thread)
+
+    whole = defaults({"PATH": "/bin"})
     assert whole["OMP_NUM_THREADS"] == whole["PYTHONUNBUFFERED"] == "1"
     assert whole["PATH"] == "/py:/bin"
-    whole = torchrun.with_defaults({"OMP_NUM_THREADS": "3"}, {"A": "b"}, 2, "/py")
-    assert (whole["OMP_NUM_THREADS"], whole["A"]) == ("3", "b")
-    assert "OMP_NUM_THREADS" not in torchrun.with_defaults({}, {}, 1, "/py")
+    whole = defaults({"OMP_NUM_THREADS": "3", "A": "b"})
+    assert (whole["OMP_NUM_THREADS"], whole["A"], whole["PATH"]) == ("3", "b", "/py")
+    assert "OMP_NUM_THREADS" not in defaults({}, one_thread=False)
 
 
 def node(**more):

@@ -6,9 +6,9 @@ no such namespace; there it adopts orphans and ends its descendants itself.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -30,7 +30,7 @@ COULD_NOT_START = 127
 
 
 class Agent:
-    """The loop of a host's init.
+    """The init of one host.
 
     Args:
         control: The socket to the lab's process; the host ends when that is gone.
@@ -41,36 +41,24 @@ class Agent:
         self._control = control
         self._is_init = is_init
         self._ranks: dict[int, tuple[int, int]] = {}  # pid: (run, rank)
-        self._deadlines: dict[int, float] = {}  # run: when SIGTERM was not enough
 
-    def run(self) -> NoReturn:
-        """Serve until the lab's process is gone."""
-        # A byte arrives here with each signal, so that the one `select` wakes up for both.
-        wake_in, wake_out = socket.socketpair()
-        wake_in.setblocking(False)
-        wake_out.setblocking(False)
-        signal.set_wakeup_fd(wake_out.fileno())
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+    async def serve(self) -> None:
+        """Serve until the lab's process is gone, and end this process then."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
         for ignored in TERMINATION_SIGNALS:
             signal.signal(ignored, signal.SIG_IGN)
         if not self._is_init:
             # How the kernel tells that the switch is gone; see switch.py.
-            signal.signal(signal.SIGTERM, lambda *_: self._leave())
-        selector = selectors.DefaultSelector()
-        selector.register(self._control, selectors.EVENT_READ)
-        selector.register(wake_in, selectors.EVENT_READ)
-        while True:
-            ready = {key.fileobj for key, _ in selector.select(self._seconds_left())}
-            if wake_in in ready:
-                with contextlib.suppress(BlockingIOError):
-                    wake_in.recv(4096)
-            self._reap()
-            self._kill_the_late()
-            if self._control in ready:
-                received = receive(self._control)
-                if received is None:
-                    self._leave()
-                self._obey(*received)
+            self._loop.add_signal_handler(signal.SIGTERM, self._leave)
+        self._loop.add_reader(self._control, self._read)
+        await self._loop.create_future()
+
+    def _read(self) -> None:
+        received = receive(self._control)
+        if received is None:
+            self._leave()
+        self._obey(*received)
 
     def _obey(self, message: Message, fds: list[int]) -> None:
         what = message["do"]
@@ -118,18 +106,7 @@ class Agent:
         self._signal_run(run, signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
         self._signal_run(run, signal.SIGCONT)  # a stopped process would sleep through the grace
         if grace_s > 0:
-            self._deadlines.setdefault(run, time.monotonic() + grace_s)
-
-    def _kill_the_late(self) -> None:
-        now = time.monotonic()
-        for run in [run for run, at_s in self._deadlines.items() if at_s <= now]:
-            del self._deadlines[run]
-            self._signal_run(run, signal.SIGKILL)
-
-    def _seconds_left(self) -> float | None:
-        if not self._deadlines:
-            return None
-        return max(0.0, min(self._deadlines.values()) - time.monotonic())
+            self._loop.call_later(grace_s, self._signal_run, run, signal.SIGKILL)
 
     def _signal_run(self, run: int, number: int) -> None:
         for pid, (owner, _) in self._ranks.items():

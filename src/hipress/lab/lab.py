@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 
+from hipress.environment import INTERFACE_VARIABLES, free_port, with_defaults
 from hipress.errors import LabError, UsageError
 from hipress.lab.cluster import Cluster, Message
 from hipress.lab.links import Counters, Link, parse_delay, parse_links, parse_loss, parse_rate
 from hipress.lab.network import address
-from hipress.lab.run import KILLED, CommandRun, Finished, OnLine, Runs
+from hipress.lab.run import KILLED, CommandRun, Finished, OnLine
 
 _MAX_HOSTS = 64
 _FIRST_PORT, _NUM_PORTS = 29500, 1000
@@ -81,12 +81,9 @@ class Lab:
             raise UsageError("rate, delay and loss need a network; leave them out on loopback")
         self._run_numbers = itertools.count()
         self._is_closed = False
-        self._runs = Runs([placement.host for placement in self.ranks])
+        self._runs: dict[int, CommandRun] = {}
         self._cluster = Cluster(
-            self._links,
-            shaped=shaped,
-            on_exit=self._runs.rank_exited,
-            on_host_gone=self._runs.host_gone,
+            self._links, shaped=shaped, on_exit=self._rank_exited, on_host_gone=self._host_gone
         )
 
     def run(
@@ -159,8 +156,10 @@ class Lab:
             keep_output=keep_output,
             keep_going=keep_going,
         )
-        self._runs.add(run)
-        master = (self.address(0), _free_port(number, shaped=self.shaped))
+        # Runs that are over are dropped here: their output may be large.
+        self._runs = {n: old for n, old in self._runs.items() if not old.is_over()}
+        self._runs[number] = run
+        master = (self.address(0), self._master_port(number))
         for rank, (stdout, stderr) in enumerate(pipes):
             message = {
                 "do": "spawn",
@@ -177,6 +176,11 @@ class Lab:
             os.close(stdout[1])
             os.close(stderr[1])
         return run
+
+    def _master_port(self, number: int) -> int:
+        """Return a port that no earlier run of this lab has used on host 0."""
+        # A shaped network is new: no other program is there.
+        return _FIRST_PORT + number % _NUM_PORTS if self.shaped else free_port()
 
     def address(self, host: int) -> str:
         """Return the IPv4 address of a host."""
@@ -250,6 +254,16 @@ class Lab:
     ) -> None:
         self.close()
 
+    def _rank_exited(self, number: int, rank: int, code: int, at_s: float) -> None:
+        if number in self._runs:
+            self._runs[number].rank_exited(rank, code, at_s)
+
+    def _host_gone(self, host: int) -> None:
+        for run in list(self._runs.values()):
+            for rank, placement in enumerate(self.ranks):
+                if placement.host == host:
+                    run.rank_exited(rank, KILLED, time.monotonic())
+
     def _check_host(self, host: int) -> None:
         if not 0 <= host < self.hosts:
             raise UsageError(f"host {host} is not there; this lab has hosts 0 to {self.hosts - 1}")
@@ -289,14 +303,9 @@ def _environment(
     """Return the environment of a rank: this process's, and on top what torchrun sets."""
     where = ranks[rank]
     interface = "eth0" if shaped else "lo"
-    return {
-        # Rank 0 holds the store of torch; ranks that end after it would all print a page about it.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONUNBUFFERED": "1",  # or what a rank printed is lost when it is ended
-        "OMP_NUM_THREADS": "1",  # as torchrun: hosts share the cores of one machine
-        **os.environ,
-        # `python` is the one that runs the lab, also where its environment is not activated.
-        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
+    # One thread each, as with torchrun: hosts share the cores of one machine.
+    folder = os.path.dirname(sys.executable)
+    return with_defaults(os.environ, python_folder=folder, one_thread=True) | {
         "RANK": str(rank),
         "WORLD_SIZE": str(len(ranks)),
         "LOCAL_RANK": str(where.local_rank),
@@ -305,16 +314,5 @@ def _environment(
         "GROUP_WORLD_SIZE": str(ranks[-1].host + 1),
         "MASTER_ADDR": master[0],
         "MASTER_PORT": str(master[1]),
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": interface,
-        "TP_SOCKET_IFNAME": interface,
+        **dict.fromkeys(INTERFACE_VARIABLES, interface),
     }
-
-
-def _free_port(number: int, *, shaped: bool) -> int:
-    """Return a port that no earlier run of this lab has used on host 0."""
-    if shaped:
-        return _FIRST_PORT + number % _NUM_PORTS  # the network is new: nobody else is there
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

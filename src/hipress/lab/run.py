@@ -218,36 +218,6 @@ class CommandRun:
         )
 
 
-class Runs:
-    """The runs of a lab, which are told about their ranks.
-
-    Args:
-        host_of: The host of each rank.
-    """
-
-    def __init__(self, host_of: Sequence[int]) -> None:
-        self._host_of = host_of
-        self._runs: dict[int, CommandRun] = {}
-
-    def add(self, run: CommandRun) -> None:
-        """Take a new run in."""
-        # Runs that are over are dropped here: their output may be large.
-        self._runs = {n: old for n, old in self._runs.items() if not old.is_over()}
-        self._runs[run.number] = run
-
-    def rank_exited(self, number: int, rank: int, code: int, at_s: float) -> None:
-        """Pass the end of a rank on to its run."""
-        if number in self._runs:
-            self._runs[number].rank_exited(rank, code, at_s)
-
-    def host_gone(self, host: int) -> None:
-        """Count every rank of a host as killed."""
-        for run in list(self._runs.values()):
-            for rank, home in enumerate(self._host_of):
-                if home == host:
-                    run.rank_exited(rank, KILLED, time.monotonic())
-
-
 def _ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return ""

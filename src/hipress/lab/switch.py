@@ -35,6 +35,7 @@ from hipress.lab.namespaces import (
     unshare,
 )
 from hipress.processes.family import adopt_orphans, die_with_parent
+from hipress.processes.pipes import run_loop
 
 if TYPE_CHECKING:
     from hipress.lab.network import Network
@@ -153,7 +154,7 @@ def _start_host(name: str, hosts_file: str) -> tuple[int, socket.socket]:
     def be_init() -> None:
         set_up_host(name, hosts_file)
         send(theirs, {"ready": True})
-        Agent(theirs, is_init=True).run()
+        run_loop(Agent(theirs, is_init=True).serve())
 
     pid = _fork(make_namespaces, theirs)
     theirs.close()
@@ -169,7 +170,7 @@ def _start_loopback_host() -> socket.socket:
     def be_init() -> None:
         adopt_orphans()
         die_with_parent(signal.SIGTERM)  # it has descendants to kill first, where PID 1 has none
-        Agent(theirs, is_init=False).run()
+        run_loop(Agent(theirs, is_init=False).serve())
 
     _fork(be_init, theirs)
     theirs.close()

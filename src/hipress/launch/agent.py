@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from hipress.environment import INTERFACE_VARIABLES, with_defaults
 from hipress.launch import torchrun
 from hipress.launch.remote import GRACE_S, SILENCE_S, Message, pack
 from hipress.processes.family import (
@@ -207,7 +208,11 @@ class Agent:
         self._server.bind(f"\0{name}")
         self._server.listen(64)
         self._loop.add_reader(self._server, self._accept)
-        whole = torchrun.with_defaults(os.environ, env, node.slots, os.path.dirname(sys.executable))
+        whole = with_defaults(
+            {**os.environ, **env},
+            python_folder=os.path.dirname(sys.executable),
+            one_thread=node.slots > 1,
+        )
         if node.max_restarts:
             whole.update(torchrun.RESTART_VARIABLES)
         stdout, stderr = self._open_streams(None)
@@ -448,7 +453,7 @@ def _machine() -> str:
 
 def _missing_interfaces(env: dict[str, str]) -> str | None:
     """Return a network card that ranks shall use and this host does not have."""
-    values = {env[name] for name in torchrun.INTERFACE_VARIABLES if name in env}
+    values = {env[name] for name in INTERFACE_VARIABLES if name in env}
     present = {name for _, name in socket.if_nameindex()}
     wanted = {name for value in values for name in value.split(",")}
     # NCCL's own spellings, which --env may bring, are for NCCL to check.

@@ -6,9 +6,10 @@ import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from hipress.errors import UsageError
+from hipress.processes.pipes import StdoutWriter
 
 _CLEAR = "\x1b[K"
 
@@ -37,17 +38,6 @@ def open_files(folder: Path, num_ranks: int) -> dict[int, TextIO]:
     return files
 
 
-class Writer(Protocol):
-    """What a screen writes to: a `StdoutWriter`, usually."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether too much waits."""
-
-    def write(self, stream: str, text: str) -> None:
-        """Write a text to stdout or stderr."""
-
-
 class Screen:
     """Prints lines of ranks and hosts.
 
@@ -56,7 +46,7 @@ class Screen:
         files: Where to keep the lines of each rank too; see `open_files`.
     """
 
-    def __init__(self, out: Writer, files: Mapping[int, TextIO] | None = None) -> None:
+    def __init__(self, out: StdoutWriter, files: Mapping[int, TextIO] | None = None) -> None:
         self.drops = False
         """Whether lines for which there is no room are dropped; or else the caller reads slower."""
         self.num_dropped = 0

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hipress import settings
+from hipress.environment import INTERFACE_VARIABLES
 from hipress.errors import UsageError
 
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-"""Each library of torch that opens sockets has its own variable for the network card."""
 RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it ranks that start over find the store of those before them, and what these wrote."""
 _RANK = Path(__file__).with_name("rank.py")
@@ -124,7 +123,13 @@ def forwarded(
     """
     found = {name: text for name, text in environ.items() if name.startswith(settings.PREFIX)}
     if interface is not None:
-        found.update(dict.fromkeys(INTERFACE_VARIABLES, check_interface(interface)))
+        # Several have commas between them.
+        if not all(re.fullmatch(r"[A-Za-z0-9_.:-]{1,15}", name) for name in interface.split(",")):
+            raise UsageError(
+                f"--interface {interface!r} is not the name of a network card; write eth0, or what "
+                f"`ip addr` shows on the hosts"
+            )
+        found.update(dict.fromkeys(INTERFACE_VARIABLES, interface))
     for word in wanted:
         name, given, text = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
@@ -138,41 +143,6 @@ def forwarded(
             )
         found[name] = text if given else environ[name]
     return found
-
-
-def check_interface(interface: str) -> str:
-    """Return the name of a network card, or several with commas, if it can be one."""
-    if not all(re.fullmatch(r"[A-Za-z0-9_.:-]{1,15}", name) for name in interface.split(",")):
-        raise UsageError(
-            f"--interface {interface!r} is not the name of a network card; write eth0, or what "
-            f"`ip addr` shows on the hosts"
-        )
-    return interface
-
-
-def with_defaults(
-    environ: Mapping[str, str], forwarded: Mapping[str, str], num_ranks: int, folder: str
-) -> dict[str, str]:
-    """Return the whole environment of the ranks on a host.
-
-    Args:
-        environ: The environment of the host.
-        forwarded: What the launcher sends.
-        num_ranks: The number of ranks on this host.
-        folder: The folder of the Python that runs the agent.
-    """
-    defaults = {
-        "PYTHONUNBUFFERED": "1",  # or what a rank printed is lost when it is ended
-        # The process that holds torch's store ends before others, which would all warn of that.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    if num_ranks > 1:
-        defaults["OMP_NUM_THREADS"] = "1"  # as torchrun, which says so at length
-    whole = {**defaults, **environ, **forwarded}
-    # `python` is the one that runs the agent, also where its environment is not activated.
-    path = forwarded.get("PATH", environ.get("PATH", ""))
-    whole["PATH"] = f"{folder}:{path}" if path else folder
-    return whole
 
 
 # --- the port of the first host -----------------------------------------------------------------
