@@ -52,15 +52,9 @@ class Finished:
 
 
 class CommandRun:
-    """A command that runs on all ranks; made by `Lab.start`.
+    """A command that runs on all ranks; `Lab.start` makes it.
 
-    Args:
-        cluster: The hosts that it runs on.
-        number: Its number among the runs of its lab.
-        readers: For each rank, the ends of the pipes of stdout and stderr to read from.
-        on_line: Called with each line.
-        keep_output: Whether to keep all lines.
-        keep_going: Whether ranks go on when one has failed.
+    `readers` are, for each rank, the ends of the pipes of stdout and stderr to read from.
     """
 
     def __init__(
@@ -192,14 +186,8 @@ class CommandRun:
         self._cluster.tell_all({"do": "end", "run": self.number, "grace_s": grace_s})
 
     def _wait_until_over(self, timeout: float | None) -> bool:
-        until = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while not self.is_over():
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+            return self._changed.wait_for(self.is_over, timeout)
 
     def is_over(self) -> bool:
         """Say whether all ranks have ended and all their output is read."""
