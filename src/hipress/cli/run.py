@@ -41,10 +41,11 @@ def run(
         typer.Option(help="Send a variable: NAME as it is here, or NAME=VALUE; may be repeated."),
     ] = None,
     directory: Annotated[
-        str | None, typer.Option("--dir", help="Where to run; the name of this folder if not told.")
+        str | None,
+        typer.Option("--dir", help="The folder to run in; that of this shell by default."),
     ] = None,
     python: Annotated[
-        str | None, typer.Option(help="The Python of the hosts; the path of this one if not told.")
+        str | None, typer.Option(help="The Python of the hosts; the path of this one by default.")
     ] = None,
     ssh: Annotated[
         str | None, typer.Option(help='The ssh to use, with options: "ssh -i key".')
@@ -52,7 +53,7 @@ def run(
     ssh_port: Annotated[int | None, typer.Option(help="Where sshd listens on the hosts.")] = None,
     port: Annotated[
         int | None,
-        typer.Option(help="Where the first host listens for the others; a free port if not told."),
+        typer.Option(help="Where the first host listens for the others; a free port by default."),
     ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often all ranks start over when one fails.")

@@ -1,4 +1,4 @@
-"""Which hosts, and how many ranks on each: `-H node1,node2:4` or a hosts file."""
+"""The hosts of a job and the ranks on each: `-H node1,node2:4` or a hosts file."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Host:
     """One host of a job."""
 
     name: str
-    """As ssh knows it."""
+    """The name that ssh knows."""
     slots: int = 1
-    """Ranks on it."""
+    """The number of ranks on it."""
     ssh_port: int | None = None
     """Where its sshd listens; None leaves that to ssh's own settings."""
     user: str | None = None
-    """Who to be there; None leaves that to ssh too."""
+    """The user to log in as; None leaves that to ssh too."""
     address: str = ""
-    """How other hosts reach it; its name unless told."""
+    """The address by which other hosts reach it; its name if not given."""
 
     def __post_init__(self) -> None:
         for what, text in (("host", self.name), ("address", self.address or self.name)):
@@ -58,7 +58,7 @@ def check_port(port: int, what: str) -> None:
 
     Args:
         port: The number.
-        what: Its name for the sentence.
+        what: What the error message calls it.
     """
     if not 1 <= port <= 65535:
         raise UsageError(f"{what} is {port}; it must be from 1 to 65535")
@@ -149,7 +149,7 @@ def _checked(hosts: Sequence[Host]) -> tuple[Host, ...]:
             )
         seen.add(_same(host.name))
     first = hosts[0]
-    # An address that was given on purpose may lead through a tunnel.
+    # An address that was given explicitly may lead through a tunnel.
     if len(hosts) > 1 and first.address == first.name and _is_loopback(first.name):
         raise UsageError(
             f"the first host is {first.name}, which the other hosts cannot reach; call it by the "
@@ -159,7 +159,7 @@ def _checked(hosts: Sequence[Host]) -> tuple[Host, ...]:
 
 
 def _same(name: str) -> str:
-    """Return one spelling for all of a name or an address."""
+    """Return one spelling for all spellings of a name or an address."""
     try:
         return str(ipaddress.ip_address(name))
     except ValueError:
