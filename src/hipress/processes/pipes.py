@@ -162,7 +162,7 @@ class PipeWriter:
 
     Args:
         fd: The end to write to; it becomes non-blocking, so no other process may share it.
-        on_change: Called when `is_full` or `is_broken` may have changed.
+        on_change: Called when `is_full` or `is_broken` has changed.
     """
 
     def __init__(self, fd: int, on_change: Callable[[], object] = lambda: None) -> None:
@@ -173,6 +173,7 @@ class PipeWriter:
         self._fd = fd
         self._on_change = on_change
         self._waiting = bytearray()
+        self._is_blocked = False  # the loop calls `_flush` when the reader has taken some
         self._loop = asyncio.get_running_loop()
         os.set_blocking(fd, False)
 
@@ -183,29 +184,47 @@ class PipeWriter:
 
     def write(self, data: bytes) -> None:
         """Add bytes, and write what can be written at once."""
-        if not self.is_broken:
-            self._waiting += data
+        if self.is_broken:
+            return
+        self._waiting += data
+        if self._is_blocked:
+            self._check_room()
+        else:
             self._flush()
 
     def close(self) -> None:
         """Drop what waits, before the descriptor is closed."""
         self.is_broken = True
         self._waiting.clear()
-        self._loop.remove_writer(self._fd)
+        self._set_blocked(False)
 
     def _flush(self) -> None:
         try:
             while self._waiting:
                 del self._waiting[: os.write(self._fd, memoryview(self._waiting)[:_CHUNK_BYTES])]
         except BlockingIOError:
-            self._loop.add_writer(self._fd, self._flush)
+            self._set_blocked(True)
         except OSError:
             self.close()
-        if not self._waiting:
+            self._on_change()
+        else:
+            self._set_blocked(False)
+        self._check_room()
+
+    def _set_blocked(self, is_blocked: bool) -> None:
+        if is_blocked == self._is_blocked:
+            return
+        self._is_blocked = is_blocked
+        if is_blocked:
+            self._loop.add_writer(self._fd, self._flush)
+        else:
             self._loop.remove_writer(self._fd)
+
+    def _check_room(self) -> None:
         limit = MAX_WAITING_BYTES // 2 if self.is_full else MAX_WAITING_BYTES
-        self.is_full = len(self._waiting) > limit
-        self._on_change()
+        if (len(self._waiting) > limit) != self.is_full:
+            self.is_full = not self.is_full
+            self._on_change()
 
 
 class StdoutWriter:
