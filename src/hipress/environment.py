@@ -1,4 +1,4 @@
-"""Which rank this process is, as the variables of its launcher say.
+"""The variables of ranks: which rank this process is, and what a new rank is given.
 
 torchrun (and with it `hipress run` and the PyTorchJob of Kubernetes), Open MPI's mpirun and Slurm's
 srun each set their own variables; `read_environment` reads all of them and changes none.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Literal
 
 from hipress.errors import UsageError
 
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Each library of torch that opens sockets has its own variable for the network card."""
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Below the ports that Linux hands out by itself, from 32768 on."""
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -297,3 +300,32 @@ def _bad_node_list(text: str) -> UsageError:
         f"the node list {text!r} is not one that Slurm writes, such as n[01-03,7],gpu1; "
         f"set MASTER_ADDR to the first host yourself"
     )
+
+
+def with_defaults(
+    environ: Mapping[str, str], *, python_folder: str, one_thread: bool
+) -> dict[str, str]:
+    """Return the variables for a new rank: those given, and defaults for what they leave out.
+
+    Args:
+        environ: The variables that the rank gets in any case.
+        python_folder: Comes first in PATH: `python` is the one that runs hipress, also where its
+            environment is not activated.
+        one_thread: Whether ranks share the cores of a machine, so that each gets one thread.
+    """
+    defaults = {
+        "PYTHONUNBUFFERED": "1",  # or what a rank printed is lost when it is ended
+        # The process that holds torch's store ends before others, which would all warn of that.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if one_thread:
+        defaults["OMP_NUM_THREADS"] = "1"  # as torchrun, which says so at length
+    path = environ.get("PATH")
+    return {**defaults, **environ, "PATH": f"{python_folder}:{path}" if path else python_folder}
+
+
+def free_port() -> int:
+    """Return a port that no program of this machine uses at the moment."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

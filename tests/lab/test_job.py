@@ -269,10 +269,10 @@ def test_a_system_that_refuses_is_told_with_the_way_out(monkeypatch, tmp_path):
     fake.write_text(
         f"#!{sys.executable}\n"
         "import runpy, sys\n"
-        "from hipress.lab import system\n"
+        "from hipress.lab import namespaces\n"
         "def unshare(flags, what):\n"
         "    raise PermissionError(1, 'Operation not permitted', what)\n"
-        "system.unshare = unshare\n"
+        "namespaces.unshare = unshare\n"
         "sys.argv = sys.argv[4:]\n"
         "runpy.run_module('hipress.lab.switch', run_name='__main__')\n"
     )

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from hipress.environment import with_defaults
 from hipress.errors import UsageError
-from hipress.launch import environment, torchrun
+from hipress.launch import torchrun
 from hipress.launch.hosts import Host, parse_hosts, read_hosts
 from hipress.launch.remote import next_step, ssh_command
 
@@ -54,7 +55,7 @@ def test_hosts_of_a_file(hosts_file):
         ("-oProxyCommand=x", "host '-oProxyCommand=x' is neither a name nor an address"),
         ("a b", "host 'a b' is neither a name nor an address"),
         ("-x@a", "user '-x' of host a is not a user's name"),
-        ("localhost,b", "the first host is localhost, which the other hosts can not reach"),
+        ("localhost,b", "the first host is localhost, which the other hosts cannot reach"),
         ("LocalHost.,b", "the first host is LocalHost., which"),
         ("127.1,b", "the first host is 127.1, which"),
         ("[0:0::1],b", "the first host is 0:0::1, which"),
@@ -94,13 +95,13 @@ def test_files_that_are_refused(hosts_file, content, says):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match="can not be read: No such file"):
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_hosts(tmp_path / "none.json")
 
 
 def test_what_is_forwarded():
     environ = {"HIPRESS_LOG": "debug", "A": "1", "B": "2", "C": "3"}
-    assert environment.forwarded(["A", "B=4=5", "D="], "eth0", environ) == {
+    assert torchrun.forwarded(["A", "B=4=5", "D="], "eth0", environ) == {
         "HIPRESS_LOG": "debug",
         "A": "1",
         "B": "4=5",
@@ -109,7 +110,7 @@ def test_what_is_forwarded():
         "NCCL_SOCKET_IFNAME": "eth0",
         "TP_SOCKET_IFNAME": "eth0",
     }
-    assert environment.forwarded([], None, {"A": "1"}) == {}
+    assert torchrun.forwarded([], None, {"A": "1"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -122,50 +123,53 @@ def test_what_is_forwarded():
         ([], "eth0;x", "--interface 'eth0;x' is not the name of a network card"),
     ],
 )
-def test_what_can_not_be_forwarded(wanted, interface, says):
+def test_what_cannot_be_forwarded(wanted, interface, says):
     with pytest.raises(UsageError) as caught:
-        environment.forwarded(wanted, interface, {})
+        torchrun.forwarded(wanted, interface, {})
     assert says in str(caught.value)
 
 
 def test_defaults_give_way_to_what_is_set():
-    whole = environment.with_defaults({"PATH": "/bin"}, {}, 2, "/py")
+    def defaults(environ, one_thread=True):
+        return with_defaults(environ, python_folder="/py", one_thread=one_thread)
+
+    whole = defaults({"PATH": "/bin"})
     assert whole["OMP_NUM_THREADS"] == whole["PYTHONUNBUFFERED"] == "1"
     assert whole["PATH"] == "/py:/bin"
-    whole = environment.with_defaults({"OMP_NUM_THREADS": "3"}, {"A": "b"}, 2, "/py")
-    assert (whole["OMP_NUM_THREADS"], whole["A"]) == ("3", "b")
-    assert "OMP_NUM_THREADS" not in environment.with_defaults({}, {}, 1, "/py")
+    whole = defaults({"OMP_NUM_THREADS": "3", "A": "b"})
+    assert (whole["OMP_NUM_THREADS"], whole["A"], whole["PATH"]) == ("3", "b", "/py")
+    assert "OMP_NUM_THREADS" not in defaults({}, one_thread=False)
 
 
-def place(**more):
-    values = dict(node=1, num_nodes=3, slots=2, meeting="n1", port=5, job_id="j", max_restarts=0)
-    return torchrun.Place(**{**values, **more})
+def node(**more):
+    values = dict(index=1, num_nodes=3, slots=2, job_id="j", max_restarts=0)
+    return torchrun.Node(**{**values, "master_addr": "n1", "master_port": 5, **more})
 
 
 def test_torchrun_without_restarts_is_told_the_order_of_hosts():
-    argv = torchrun.command_line(place(), "socket", ["python", "train.py", "--max-restarts"], "/l")
+    argv = torchrun.command_line(node(), "socket", ["python", "train.py", "--max-restarts"], "/l")
     assert argv[-4:] == ["socket", "python", "train.py", "--max-restarts"]
     for option in ("--node-rank=1", "--rdzv-backend=static", "--rdzv-endpoint=n1:5", "--nnodes=3"):
         assert option in argv
 
 
 def test_torchrun_with_restarts_sorts_hosts_as_they_were_given():
-    def label(node, meeting):
+    def label(index, master_addr):
         argv = torchrun.command_line(
-            place(node=node, max_restarts=1, meeting=meeting), "socket", ["x"], "/l"
+            node(index=index, max_restarts=1, master_addr=master_addr), "socket", ["x"], "/l"
         )
-        assert f"--rdzv-conf=is_host={int(node == 0)}" in argv
+        assert f"--rdzv-conf=is_host={int(index == 0)}" in argv
         (option,) = (word for word in argv if word.startswith("--local-addr="))
         return option.partition("=")[2]
 
-    for meeting in ("zebra", "Zebra", "10.0.0.1", "_z", "fe80::1"):
-        labels = [label(node, meeting) for node in range(12)]
+    for master_addr in ("zebra", "Zebra", "10.0.0.1", "_z", "fe80::1"):
+        labels = [label(index, master_addr) for index in range(12)]
         assert labels == sorted(labels)
-        assert labels[0] == meeting
+        assert labels[0] == master_addr
 
 
 def test_torchrun_on_this_machine_needs_no_port():
-    argv = torchrun.command_line(place(meeting="", port=0), "socket", ["x"], "/l")
+    argv = torchrun.command_line(node(master_addr="", master_port=0), "socket", ["x"], "/l")
     assert "--standalone" in argv
     assert not any(word.startswith("--rdzv-endpoint") for word in argv)
 

@@ -148,7 +148,7 @@ def test_the_folder_is_searched_by_ranks_only(run, tmp_path):
         (
             "echo 'connect to host one port 22: Connection refused' >&2; exit 255",
             255,
-            "ssh can not connect to one (connect to host one port 22: Connection refused); is sshd "
+            "ssh cannot connect to one (connect to host one port 22: Connection refused); is sshd "
             "running there, and on that port (--ssh-port)?",
         ),
         (
@@ -172,7 +172,7 @@ def test_the_folder_is_searched_by_ranks_only(run, tmp_path):
         (
             'printf \'\\036{"is": "up", "version": "0.1.0"}\\n\'; exit 255',
             255,
-            "the connection to one was lost (exit code 255); all was ended",
+            "the connection to one was lost (exit code 255); all ranks were ended",
         ),
     ],
     ids=["refused", "no-python", "no-hipress", "other", "version", "lost"],
@@ -191,14 +191,14 @@ def test_one_host_that_does_not_come_up_ends_the_others(run, ssh, two, marker):
         *("--env", f"M={marker}", "sh", "-c", SLEEP),
     )
     assert done.returncode == 255
-    assert "ssh can not connect to two; try it by hand" in done.stderr
+    assert "ssh cannot connect to two; try it by hand" in done.stderr
 
 
 def test_no_ssh_at_all(run):
     done = run("-H", "one", "--ssh", "no-such-ssh", "true")
     assert done.returncode == 127
     assert done.stderr == (
-        "hipress: 'no-such-ssh' can not be started: No such file or directory; name another with "
+        "hipress: 'no-such-ssh' cannot be started: No such file or directory; name another with "
         "--ssh\n"
     )
 
@@ -207,7 +207,7 @@ def test_a_folder_and_a_network_card_that_a_host_has_not(run, ssh):
     done = run("-H", "one", "--ssh", ssh(), "--dir", "/no/such", "true")
     assert done.returncode == 2
     assert say(done.stderr) == [
-        "hipress: one: folder '/no/such' can not be entered there (No such file or directory); "
+        "hipress: one: folder '/no/such' cannot be entered there (No such file or directory); "
         "name one that all hosts have with --dir"
     ]
     done = run("-H", "one", "--ssh", ssh(), "--interface", "no0", "true")
@@ -230,7 +230,7 @@ def test_a_start_that_hangs_is_explained(run, ssh, tmp_path, marker):
     assert done.returncode == 124
     (said,) = say(done.stderr)
     assert said.startswith("hipress: not all ranks have started after 3 s: ")
-    assert "two can not reach 192.0.2.1:4321 (" in said
+    assert "two cannot reach 192.0.2.1:4321 (" in said
     assert "): open that port, give another with --port, or put the right address of one" in said
     assert "three has not answered through ssh (try: " in said
 
@@ -241,7 +241,7 @@ def test_a_port_that_is_taken_gives_the_sentence(run, ssh, two):
         done = run("--ssh", ssh(), "--hosts-file", two, "--port", port, "true")
     assert done.returncode == 2
     assert say(done.stderr) == [
-        f"hipress: one: port {port} can not be used there (Address already in use); name another "
+        f"hipress: one: port {port} cannot be used there (Address already in use); name another "
         f"with --port, or leave it out and a free one is found"
     ]
 
@@ -395,12 +395,12 @@ def test_a_reader_that_stalls_does_not_delay_the_end(start, marker):
     wait_until_gone(marker)
 
 
-def test_output_that_can_not_be_written(run, start, tmp_path):
+def test_output_that_cannot_be_written(run, start, tmp_path):
     # To a full disk: told once, and files are kept.
     with open("/dev/full", "w") as full:
         done = run("--nproc", 1, "--output", "o", "sh", "-c", "echo a; echo b", stdout=full)
     assert done.returncode == 0
-    assert done.stderr == "hipress: stdout can not be written any more (No space left on device)\n"
+    assert done.stderr == "hipress: stdout cannot be written any more (No space left on device)\n"
     assert (tmp_path / "o/rank0.log").read_text() == "a\nb\n"
     # To a stream that was closed from the start.
     done = run("--nproc", 1, "sh", "-c", "echo a; echo b >&2; exit 4", preexec_fn=close_stderr)
@@ -443,7 +443,7 @@ def state(pid):
 
 @pytest.mark.alone
 def test_after_ctrl_z_the_job_goes_on(start):
-    # In this session: a group that is alone in its own can not be stopped.
+    # In this session: a group that is alone in its own cannot be stopped.
     options = {"start_new_session": False, "preexec_fn": os.setpgrp}
     program = start(
         *("--nproc", 1, "sh", "-c", "echo up; sleep 2; echo end"),

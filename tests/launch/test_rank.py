@@ -99,10 +99,10 @@ def test_the_rank_dies_with_what_stands_around_it(agent):
     assert connection.recv(4096) == b""
 
 
-def test_a_command_that_can_not_be_started(agent, tmp_path):
+def test_a_command_that_cannot_be_started(agent, tmp_path):
     _, connection, _, err = agent("no-such-command")
     assert err.read().startswith("hipress: command 'no-such-command' is not there")
     assert json.loads(connection.recv(4096)) == {"code": 127, "told": False}
     _, connection, _, err = agent(str(tmp_path))
-    assert err.read().endswith("can not be started: Permission denied\n")
+    assert err.read().endswith("cannot be started: Permission denied\n")
     assert json.loads(connection.recv(4096)) == {"code": 126, "told": False}

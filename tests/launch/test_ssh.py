@@ -210,7 +210,7 @@ def test_a_wrong_port_gives_the_sentence(cluster):
     code, out, err = cluster.run("true", port=22223, hosts="host1")
     assert (code, out) == (255, "")
     (line,) = err.splitlines()
-    assert line.startswith("hipress: ssh can not connect to host1 (")
+    assert line.startswith("hipress: ssh cannot connect to host1 (")
     assert line.endswith("refused); is sshd running there, and on that port (--ssh-port)?")
 
 

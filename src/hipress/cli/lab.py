@@ -66,7 +66,7 @@ def run(
         ranks_per_host=int(counts[0]) if len(counts) == 1 else [int(count) for count in counts],
         shaped=not loopback,
     ) as cluster:
-        labels = [place.label for place in cluster.ranks]
+        labels = [placement.label for placement in cluster.ranks]
 
         def on_line(rank: int, stream: str, line: str) -> None:
             print(f"[{labels[rank]}] {line}", file=getattr(sys, stream), flush=True)

@@ -70,9 +70,9 @@ def run(
     rest. Lines are prefixed with the rank. When one rank fails
     all are ended, and the exit code is that of the first failure.
     """
-    from hipress.launch.environment import forwarded
     from hipress.launch.hosts import check_port
-    from hipress.launch.launcher import Job, launch
+    from hipress.launch.launcher import LaunchSpec, launch
+    from hipress.launch.torchrun import forwarded
 
     for number, option in ((port, "--port"), (ssh_port, "--ssh-port")):
         if number is not None:
@@ -82,7 +82,7 @@ def run(
     if len(found) == 1:
         given["--port"] = port
     _refuse_idle([option for option, value in given.items() if value is not None], nproc)
-    job = Job(
+    spec = LaunchSpec(
         command=command,
         hosts=found,
         is_local=nproc is not None,
@@ -96,7 +96,7 @@ def run(
         timeout_s=timeout,
         output=output,
     )
-    raise typer.Exit(launch(job).code)
+    raise typer.Exit(launch(spec).code)
 
 
 def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tuple[Host, ...]:

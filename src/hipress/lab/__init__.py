@@ -3,14 +3,14 @@
     with Lab(hosts=4, rate="1gbit") as lab:
         finished = lab.run([sys.executable, "train.py"])
 
-From the outside in: `lab.py` (what a user holds), `job.py` (one command on all ranks), `wire.py`
-(messages between processes), `switch.py` (the process that holds all together), `agent.py` (init
-of one host), `network.py` (bridge, links, shaping), `relay.py` (delay and loss where the kernel
-has no netem), `links.py` (what a link is), `system.py` (system calls).
+From the outside in: `lab.py` (what a user holds), `run.py` (one command on all ranks), `cluster.py`
+(the lab's side of its processes), `switch.py` (the process that holds all together), `agent.py`
+(init of one host), `network.py` (bridge, links, shaping; delay and loss where the kernel has no
+netem), `links.py` (what a link is), `namespaces.py` (system calls).
 """
 
-from hipress.lab.job import Finished, Job
 from hipress.lab.lab import Lab
 from hipress.lab.links import Counters
+from hipress.lab.run import CommandRun, Finished
 
-__all__ = ["Counters", "Finished", "Job", "Lab"]
+__all__ = ["CommandRun", "Counters", "Finished", "Lab"]

@@ -6,24 +6,31 @@ no such namespace; there it adopts orphans and ends its descendants itself.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import selectors
 import signal
 import socket
 import subprocess
 import time
 from typing import NoReturn
 
-from hipress.lab import wire
-from hipress.processes import die_with_parent, signal_descendants
+from hipress.lab.cluster import Message, receive, send
+from hipress.processes.family import (
+    TERMINATION_SIGNALS,
+    exit_code,
+    reap,
+    signal_descendants,
+    signal_group,
+    start,
+)
 
 COULD_NOT_START = 127
 """Exit code of a command that could not be started, as a shell reports it."""
 
 
 class Agent:
-    """The loop of a host's init.
+    """The init of one host.
 
     Args:
         control: The socket to the lab's process; the host ends when that is gone.
@@ -33,39 +40,27 @@ class Agent:
     def __init__(self, control: socket.socket, *, is_init: bool) -> None:
         self._control = control
         self._is_init = is_init
-        self._ranks: dict[int, tuple[int, int]] = {}  # pid: (job, rank)
-        self._deadlines: dict[int, float] = {}  # job: when SIGTERM was not enough
+        self._ranks: dict[int, tuple[int, int]] = {}  # pid: (run, rank)
 
-    def run(self) -> NoReturn:
-        """Serve until the lab's process is gone."""
-        # A byte arrives here with each signal, so that the one `select` wakes up for both.
-        wake_in, wake_out = socket.socketpair()
-        wake_in.setblocking(False)
-        wake_out.setblocking(False)
-        signal.set_wakeup_fd(wake_out.fileno())
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    async def serve(self) -> None:
+        """Serve until the lab's process is gone, and end this process then."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        for ignored in TERMINATION_SIGNALS:
             signal.signal(ignored, signal.SIG_IGN)
         if not self._is_init:
             # How the kernel tells that the switch is gone; see switch.py.
-            signal.signal(signal.SIGTERM, lambda *_: self._leave())
-        selector = selectors.DefaultSelector()
-        selector.register(self._control, selectors.EVENT_READ)
-        selector.register(wake_in, selectors.EVENT_READ)
-        while True:
-            ready = {key.fileobj for key, _ in selector.select(self._seconds_left())}
-            if wake_in in ready:
-                with contextlib.suppress(BlockingIOError):
-                    wake_in.recv(4096)
-            self._reap()
-            self._kill_the_late()
-            if self._control in ready:
-                received = wire.receive(self._control)
-                if received is None:
-                    self._leave()
-                self._obey(*received)
+            self._loop.add_signal_handler(signal.SIGTERM, self._leave)
+        self._loop.add_reader(self._control, self._read)
+        await self._loop.create_future()
 
-    def _obey(self, message: wire.Message, fds: list[int]) -> None:
+    def _read(self) -> None:
+        received = receive(self._control)
+        if received is None:
+            self._leave()
+        self._obey(*received)
+
+    def _obey(self, message: Message, fds: list[int]) -> None:
         what = message["do"]
         if what == "spawn":
             self._spawn(message, *fds)
@@ -73,83 +68,50 @@ class Agent:
             self._signal_all(message["signal"])
             self._send({"did": message["id"]})
         elif what == "end":
-            self._end(message["job"], message["grace_s"])
+            self._end(message["run"], message["grace_s"])
         else:
             assert what == "sweep", what
-            # A rank may have left processes behind; another job on this host keeps its own.
+            # A rank may have left processes behind; another run on this host keeps its own.
             if not self._ranks:
                 self._signal_all(signal.SIGKILL)
 
-    def _spawn(self, message: wire.Message, stdout: int, stderr: int) -> None:
-        job, rank, argv = message["job"], message["rank"], message["argv"]
+    def _spawn(self, message: Message, stdout: int, stderr: int) -> None:
+        run, rank, argv = message["run"], message["rank"], message["argv"]
         try:
-            child = subprocess.Popen(
-                argv,
-                env=message["env"],
-                cwd=message["cwd"],
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-                # Popen leaves ignored signals ignored in the child: SIGTERM must end a rank.
-                preexec_fn=_be_a_rank,
-            )
+            pid = start(argv, env=message["env"], cwd=message["cwd"], stdout=stdout, stderr=stderr)
+            self._ranks[pid] = (run, rank)
         except (OSError, subprocess.SubprocessError) as error:
             # Not only the command can be at fault: a folder that is not there reads the same.
             with open(stderr, "w", closefd=False, errors="replace") as file:
                 file.write(f"hipress: {argv[0]!r} could not be started: {error}\n")
-            self._report(job, rank, COULD_NOT_START)
-        else:
-            self._ranks[child.pid] = (job, rank)
-            # This loop reaps: a Popen that is dropped unreaped would warn and later wait by itself.
-            child.returncode = 0
+            self._report(run, rank, COULD_NOT_START)
         finally:
             os.close(stdout)
             os.close(stderr)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in reap():
             if pid in self._ranks:
-                job, rank = self._ranks.pop(pid)
-                code = os.waitstatus_to_exitcode(status)
-                self._report(job, rank, code if code >= 0 else 128 - code)
+                self._report(*self._ranks.pop(pid), exit_code(status))
 
-    def _report(self, job: int, rank: int, code: int) -> None:
+    def _report(self, run: int, rank: int, code: int) -> None:
         # All hosts share one clock, so the lab can tell which rank failed first.
-        self._send({"exit": code, "job": job, "rank": rank, "at_s": time.monotonic()})
+        self._send({"exit": code, "run": run, "rank": rank, "at_s": time.monotonic()})
 
-    def _send(self, message: wire.Message) -> None:
+    def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the lab is gone; the next read says so too
-            wire.send(self._control, message)
+            send(self._control, message)
 
-    def _end(self, job: int, grace_s: float) -> None:
-        self._signal_job(job, signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
-        self._signal_job(job, signal.SIGCONT)  # a stopped process would sleep through the grace
+    def _end(self, run: int, grace_s: float) -> None:
+        self._signal_run(run, signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
+        self._signal_run(run, signal.SIGCONT)  # a stopped process would sleep through the grace
         if grace_s > 0:
-            self._deadlines.setdefault(job, time.monotonic() + grace_s)
+            self._loop.call_later(grace_s, self._signal_run, run, signal.SIGKILL)
 
-    def _kill_the_late(self) -> None:
-        now = time.monotonic()
-        for job in [job for job, at_s in self._deadlines.items() if at_s <= now]:
-            del self._deadlines[job]
-            self._signal_job(job, signal.SIGKILL)
-
-    def _seconds_left(self) -> float | None:
-        if not self._deadlines:
-            return None
-        return max(0.0, min(self._deadlines.values()) - time.monotonic())
-
-    def _signal_job(self, job: int, number: int) -> None:
+    def _signal_run(self, run: int, number: int) -> None:
         for pid, (owner, _) in self._ranks.items():
-            if owner == job:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, number)
+            if owner == run:
+                signal_group(pid, number)
 
     def _signal_all(self, number: int) -> None:
         if self._is_init:
@@ -161,10 +123,3 @@ class Agent:
     def _leave(self) -> NoReturn:
         self._signal_all(signal.SIGKILL)
         os._exit(0)
-
-
-def _be_a_rank() -> None:
-    """Undo in a new rank what its parent, an init, does with signals."""
-    die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)

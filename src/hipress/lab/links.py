@@ -10,9 +10,9 @@ from hipress.errors import UsageError
 
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _DELAY_UNITS = {"us": 1, "ms": 10**3, "s": 10**6}
-_LEAST_RATE, _MOST_RATE = 10**4, 32 * 10**9
+_MIN_RATE, _MAX_RATE = 10**4, 32 * 10**9
 """The kernel's token bucket counts bytes per second in 32 bits, which ends at 34 gbit."""
-_MOST_DELAY_US = 10 * 10**6
+_MAX_DELAY_US = 10 * 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Counters:
 
 
 def parse_rate(text: str | None) -> int | None:
-    """Return bits per second of a rate such as 1gbit; None of none."""
+    """Return the bits per second of a rate such as "1gbit"; None for "none"."""
     if text is None or text == "none":
         return None
     rate = _number_and_unit(text, _RATE_UNITS)
@@ -47,13 +47,13 @@ def parse_rate(text: str | None) -> int | None:
         raise UsageError(
             f"rate {text!r} is not a number and a unit; write 1gbit, 250mbit, 64kbit, or none"
         )
-    if not _LEAST_RATE <= rate <= _MOST_RATE:
+    if not _MIN_RATE <= rate <= _MAX_RATE:
         raise UsageError(f"rate {text!r} is outside what can be shaped: from 10kbit to 32gbit")
     return round(rate)
 
 
 def parse_delay(text: str | None) -> int:
-    """Return microseconds of a delay such as 5ms; 0 of none."""
+    """Return the microseconds of a delay such as "5ms"; 0 for "none"."""
     if text is None or text in ("none", "0"):
         return 0
     delay = _number_and_unit(text, _DELAY_UNITS)
@@ -61,13 +61,13 @@ def parse_delay(text: str | None) -> int:
         raise UsageError(
             f"delay {text!r} is not a number and a unit; write 5ms, 0.5ms, 100us, 1s, or none"
         )
-    if delay > _MOST_DELAY_US:
+    if delay > _MAX_DELAY_US:
         raise UsageError(f"delay {text!r} is too long: at most 10s")
     return round(delay)
 
 
 def parse_loss(text: str | None) -> float:
-    """Return the part that a loss such as 0.1% stands for; 0 of none."""
+    """Return the fraction that a loss such as "0.1%" stands for; 0 for "none"."""
     if text is None or text in ("none", "0"):
         return 0.0
     percent = _number_and_unit(text, {"%": 1})

@@ -21,20 +21,21 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hipress.lab import wire
 from hipress.lab.agent import Agent
+from hipress.lab.cluster import Message, receive, send
 from hipress.lab.links import Link
-from hipress.lab.system import (
+from hipress.lab.namespaces import (
     CLONE_NEWNET,
     CLONE_NEWNS,
     CLONE_NEWPID,
     CLONE_NEWUTS,
     close_all_but,
-    dress_host,
     enter_user_namespace,
+    set_up_host,
     unshare,
 )
-from hipress.processes import adopt_orphans, die_with_parent
+from hipress.processes.family import adopt_orphans, die_with_parent
+from hipress.processes.pipes import run_loop
 
 if TYPE_CHECKING:
     from hipress.lab.network import Network
@@ -47,7 +48,7 @@ def main() -> NoReturn:
     """Serve the lab's process on the socket whose descriptor is the one argument."""
     parent = os.getppid()
     control = socket.socket(fileno=int(sys.argv[1]))
-    received = wire.receive(control)
+    received = receive(control)
     if received is None:
         sys.exit(0)
     wanted = received[0]
@@ -58,9 +59,9 @@ def main() -> NoReturn:
         else:
             agents = [_start_loopback_host() for _ in wanted["links"]]
     except Exception as error:  # told to the user by the lab's process, which knows what to advise
-        wire.send(control, {"refused": _describe(error)})
+        send(control, {"refused": _describe(error)})
         sys.exit(1)
-    wire.send(control, {"ready": True}, [agent.fileno() for agent in agents])
+    send(control, {"ready": True}, [agent.fileno() for agent in agents])
     for agent in agents:
         agent.close()  # from here on the lab's process has the only other end
     _serve(control, network, parent)
@@ -74,7 +75,7 @@ def _serve(control: socket.socket, network: Network | None, parent: int) -> NoRe
             _wait_for_hosts(network)
         if not ready:
             continue
-        received = wire.receive(control)
+        received = receive(control)
         if received is None:
             _wait_for_hosts(network)
         assert network is not None, "a lab without shaping sent a message about links"
@@ -82,7 +83,7 @@ def _serve(control: socket.socket, network: Network | None, parent: int) -> NoRe
             answer = _obey(network, received[0])
         except Exception as error:
             answer = {"refused": _describe(error)}
-        wire.send(control, answer)
+        send(control, answer)
 
 
 def _wait_for_hosts(network: Network | None) -> NoReturn:
@@ -97,7 +98,7 @@ def _wait_for_hosts(network: Network | None) -> NoReturn:
             sys.exit(0)
 
 
-def _obey(network: Network, message: wire.Message) -> wire.Message:
+def _obey(network: Network, message: Message) -> Message:
     what, host = message["do"], message["host"]
     if what == "link":
         network.set_link(host, Link(**message["link"]))
@@ -144,20 +145,20 @@ def _start_host(name: str, hosts_file: str) -> tuple[int, socket.socket]:
         try:
             unshare(CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWUTS | CLONE_NEWNS, "a host's namespaces")
         except OSError as error:
-            wire.send(theirs, {"refused": _describe(error)})
+            send(theirs, {"refused": _describe(error)})
             return
         init = _fork(be_init, theirs)
         theirs.close()
         os.waitpid(init, 0)
 
     def be_init() -> None:
-        dress_host(name, hosts_file)
-        wire.send(theirs, {"ready": True})
-        Agent(theirs, is_init=True).run()
+        set_up_host(name, hosts_file)
+        send(theirs, {"ready": True})
+        run_loop(Agent(theirs, is_init=True).serve())
 
     pid = _fork(make_namespaces, theirs)
     theirs.close()
-    received = wire.receive(ours)
+    received = receive(ours)
     if received is None or "refused" in received[0]:
         raise OSError(received[0]["refused"] if received else f"{name}, which ended at its start")
     return pid, ours
@@ -169,7 +170,7 @@ def _start_loopback_host() -> socket.socket:
     def be_init() -> None:
         adopt_orphans()
         die_with_parent(signal.SIGTERM)  # it has descendants to kill first, where PID 1 has none
-        Agent(theirs, is_init=False).run()
+        run_loop(Agent(theirs, is_init=False).serve())
 
     _fork(be_init, theirs)
     theirs.close()

@@ -1,4 +1,4 @@
-"""Which hosts, and how many ranks on each: `-H node1,node2:4` or a hosts file."""
+"""The hosts of a job and the ranks on each: `-H node1,node2:4` or a hosts file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hipress.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _IPV6 = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
-_MOST_SLOTS = 1024
+_MAX_SLOTS = 1024
 _FIELDS = ("host", "slots", "ssh_port", "user", "address")
 
 
@@ -23,15 +23,15 @@ class Host:
     """One host of a job."""
 
     name: str
-    """As ssh knows it."""
+    """The name that ssh knows."""
     slots: int = 1
-    """Ranks on it."""
+    """The number of ranks on it."""
     ssh_port: int | None = None
     """Where its sshd listens; None leaves that to ssh's own settings."""
     user: str | None = None
-    """Who to be there; None leaves that to ssh too."""
+    """The user to log in as; None leaves that to ssh too."""
     address: str = ""
-    """How other hosts reach it; its name unless told."""
+    """The address by which other hosts reach it; its name if not given."""
 
     def __post_init__(self) -> None:
         for what, text in (("host", self.name), ("address", self.address or self.name)):
@@ -42,9 +42,9 @@ class Host:
                 )
         if self.user is not None and not _NAME.fullmatch(self.user):
             raise UsageError(f"user {self.user!r} of host {self.name} is not a user's name")
-        if not 1 <= self.slots <= _MOST_SLOTS:
+        if not 1 <= self.slots <= _MAX_SLOTS:
             raise UsageError(
-                f"host {self.name} has {self.slots} slots; it must have from 1 to {_MOST_SLOTS}, "
+                f"host {self.name} has {self.slots} slots; it must have from 1 to {_MAX_SLOTS}, "
                 f"or be left out"
             )
         if self.ssh_port is not None:
@@ -54,11 +54,11 @@ class Host:
 
 
 def check_port(port: int, what: str) -> None:
-    """Refuse a port that can not be.
+    """Raise a `UsageError` if a number cannot be a port.
 
     Args:
         port: The number.
-        what: Its name for the sentence.
+        what: What the error message calls it.
     """
     if not 1 <= port <= 65535:
         raise UsageError(f"{what} is {port}; it must be from 1 to 65535")
@@ -86,7 +86,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     try:
         entries = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise UsageError(f"hosts file {str(path)!r} can not be read: {error.strerror}") from None
+        raise UsageError(f"hosts file {str(path)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(
             f"hosts file {str(path)!r} is not JSON ({error}); write a list such as "
@@ -149,17 +149,17 @@ def _checked(hosts: Sequence[Host]) -> tuple[Host, ...]:
             )
         seen.add(_same(host.name))
     first = hosts[0]
-    # An address that was given on purpose may lead through a tunnel.
+    # An address that was given explicitly may lead through a tunnel.
     if len(hosts) > 1 and first.address == first.name and _is_loopback(first.name):
         raise UsageError(
-            f"the first host is {first.name}, which the other hosts can not reach; call it by the "
+            f"the first host is {first.name}, which the other hosts cannot reach; call it by the "
             f"name or address that they know"
         )
     return tuple(hosts)
 
 
 def _same(name: str) -> str:
-    """Return one spelling for all of a name or an address."""
+    """Return one spelling for all spellings of a name or an address."""
     try:
         return str(ipaddress.ip_address(name))
     except ValueError:

@@ -1,35 +1,47 @@
-"""A job on all hosts: an agent on each, their output here, one end for all.
+"""Runs a command on all hosts: an agent on each, their output here, one end for all.
 
-Everything happens in one loop of one thread, and nothing in it waits for anybody: what is shown
-goes through an outlet, what is told through outboxes. Agents speak as `messages` says; what else
-comes out of an ssh is shown with its host in front.
+Everything happens in one asyncio loop, in which nothing waits for a slow reader: what is shown goes
+through a `StdoutWriter`, what agents are told through a `PipeWriter` each.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
 import secrets
-import selectors
 import signal
-import socket
 import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
-from hipress.launch import failure_text, remote
+from hipress.launch import failure_text
 from hipress.launch.hosts import Host
-from hipress.launch.job import Job, Outcome
-from hipress.launch.peer import Peer
-from hipress.launch.protocol import GRACE_S, SILENCE_S, Message, exit_code, unpack
+from hipress.launch.remote import (
+    GRACE_S,
+    SILENCE_S,
+    Message,
+    RemoteAgent,
+    local_command,
+    ssh_command,
+    unpack,
+)
 from hipress.launch.screen import Screen, open_files
-from hipress.launch.stdout_writer import StdoutWriter
+from hipress.processes.family import exit_code
+from hipress.processes.pipes import (
+    PipeReaders,
+    StdoutWriter,
+    read_available,
+    read_buffered,
+    run_loop,
+)
 from hipress.version import __version__
 
-__all__ = ["TIMED_OUT", "Job", "Outcome", "launch"]
+__all__ = ["TIMED_OUT", "LaunchSpec", "Outcome", "launch"]
 
 TIMED_OUT = 124
 """Exit code where ranks did not start in time, as timeout(1) has it."""
@@ -37,122 +49,171 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE
 _END_S = 10.0
 """Seconds that the end may take beyond the grace."""
 _KILL_S = 2.0
-"""Seconds that it may take at the second Ctrl-C; and the last words, at the first."""
-_SAY_S = 20.0
+"""Seconds that the end may take after the second Ctrl-C, and the last output after the first."""
+_EXPLAIN_S = 20.0
 """Seconds after which a start that hangs is explained."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 
 
-def launch(job: Job) -> Outcome:
-    """Run a job to its end, and say on stderr what went wrong.
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """What to run, and where."""
 
-    Only the main thread may call this: it takes care of Ctrl-C and SIGTERM meanwhile.
+    command: Sequence[str]
+    hosts: Sequence[Host]
+    is_local: bool = False
+    """Whether the one host is this machine, without ssh."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    folder: str
+    python: str
+    ssh: Sequence[str] = ("ssh",)
+    ssh_port: int | None = None
+    port: int = 0
+    """Where the first host listens for the others; 0 lets it choose."""
+    max_restarts: int = 0
+    timeout_s: float = 120.0
+    """How long all ranks may take to start."""
+    output: Path | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks on all hosts."""
+        return sum(host.slots for host in self.hosts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a launch ended."""
+
+    code: int
+    sentence: str | None = None
+    """What went wrong, if anything did."""
+
+
+def launch(spec: LaunchSpec) -> Outcome:
+    """Run a command to its end on all hosts, and say on stderr what went wrong.
+
+    Only the main thread may call this: it handles Ctrl-C and SIGTERM meanwhile.
     """
-    launcher = _Launcher(job)
-    try:
-        return launcher.run()
-    finally:
-        launcher.close()
+
+    async def run() -> Outcome:
+        launcher = _Launcher(spec)
+        try:
+            return await launcher.run()
+        finally:
+            launcher.close()
+
+    return run_loop(run())
 
 
 class _Launcher:
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        files = {} if job.output is None else open_files(job.output, job.num_ranks)
-        self._wake, self._wake_out = socket.socketpair()
-        for end in (self._wake, self._wake_out):
-            end.setblocking(False)
-        self._outlet = StdoutWriter(self._wake_up)
-        self._screen = Screen(self._outlet, files)
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._spec = spec
+        files = {} if spec.output is None else open_files(spec.output, spec.num_ranks)
+        self._stdout = StdoutWriter(self._pause_if_full, self._take_write_error)
+        self._screen = Screen(self._stdout, files)
+        self._readers = PipeReaders()
         self._job_id = secrets.token_hex(8)
         self._outcome: Outcome | None = None
         self._give_up_s: float | None = None  # when agents may take no longer to end
-        self._port = job.port
-        self._peers: list[Peer] = []
-        self._machines: dict[str, Peer] = {}
-        self._is_held = False
+        self._port = spec.port
+        self._agents: list[RemoteAgent] = []
+        self._machines: dict[str, RemoteAgent] = {}
         self._is_explained = False
         self._num_starts: Counter[int] = Counter()
         self._num_rounds = 0
-        self._signals: list[int] = []
         self._was_signalled = False
-        self._began_s = self._spoke_s = time.monotonic()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._began_s = self._greeted_s = time.monotonic()
 
-    def run(self) -> Outcome:
+    async def run(self) -> Outcome:
         with self._signal_handlers():
             first_rank = 0
-            for node, host in enumerate(self._job.hosts):
-                if (peer := self._start(host, node, first_rank)) is None:
+            for node, host in enumerate(self._spec.hosts):
+                if (agent := self._start(host, node, first_rank)) is None:
                     break
-                self._peers.append(peer)
+                self._agents.append(agent)
                 first_rank += host.slots
-            while any(peer.code is None for peer in self._peers):
-                self._turn()
-                self._look_at_the_clock()
+            self._tick()
+            await asyncio.gather(*map(self._await_end, self._agents))
             if self._screen.num_dropped:
                 self._note(f"{self._screen.num_dropped} lines were dropped: nobody read them")
             if self._outcome is not None and self._outcome.sentence is not None:
                 self._note(self._outcome.sentence)
             self._screen.close()
-            self._drain()
+            await self._drain()
         return self._outcome or Outcome(code=0)
 
     def close(self) -> None:
         """Leave nothing behind, whatever happened."""
-        for peer in self._peers:
-            peer.close()
-        for peer in self._peers:
+        for agent in self._agents:
+            agent.close()
+        for agent in self._agents:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                peer.process.wait(GRACE_S + 1)
-            if peer.process.poll() is None:
-                peer.process.kill()
-                peer.process.wait()
-        self._selector.close()
+                agent.process.wait(GRACE_S + 1)
+            if agent.process.poll() is None:
+                agent.process.kill()
+                agent.process.wait()
         self._screen.close()
 
-    def _start(self, host: Host, node: int, first_rank: int) -> Peer | None:
-        job = self._job
+    def _start(self, host: Host, node: int, first_rank: int) -> RemoteAgent | None:
+        spec = self._spec
         command = (
-            remote.local_command(job.python)
-            if job.is_local
-            else remote.ssh_command(host, ssh=job.ssh, port=job.ssh_port, python=job.python)
+            local_command(spec.python)
+            if spec.is_local
+            else ssh_command(host, ssh=spec.ssh, port=spec.ssh_port, python=spec.python)
         )
         try:
-            peer = Peer(host, node, first_rank, command)
+            agent = RemoteAgent(host, node, first_rank, command)
         except OSError as error:
             self._decide(
                 127,
-                f"{command[0]!r} can not be started: {error.strerror}; name another with "
-                f"{'--python' if job.is_local else '--ssh'}",
+                f"{command[0]!r} cannot be started: {error.strerror}; name another with "
+                f"{'--python' if spec.is_local else '--ssh'}",
             )
             return None
-        for stream, fd in peer.streams.items():
-            self._selector.register(fd, selectors.EVENT_READ, partial(self._read, peer, stream))
-        return peer
+        for stream, fd in agent.fds.items():
+            self._readers.add(fd, partial(self._read, agent, stream))
+        return agent
+
+    async def _await_end(self, agent: RemoteAgent) -> None:
+        # Not the end of stderr: an ssh that serves other connections too may hold it open for long.
+        await agent.stdout_ended.wait()
+        while (status := agent.process.poll()) is None:
+            await asyncio.sleep(0.02)
+        if "stderr" in agent.fds:
+            fd, splitter = agent.fds.pop("stderr"), agent.splitters["stderr"]
+            self._readers.remove(fd)
+            # What is there now, and not what an ssh that goes on may write later.
+            for line in [*splitter.feed(read_buffered(fd)), *splitter.rest()]:
+                self._take_line(agent, "stderr", line)
+        agent.writer.close()
+        agent.code = exit_code(status)
+        if agent.over is None and self._outcome is None:
+            self._decide(agent.code or 1, failure_text.why_it_ended(self._spec, agent, agent.code))
 
     # --- signals -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _signal_handlers(self) -> Iterator[None]:
-        before_fd = signal.set_wakeup_fd(self._wake_out.fileno())
+        loop = asyncio.get_running_loop()
         # Those that are ignored stay so: nohup, and a shell that runs a script's job with "&".
         before = {
-            number: signal.signal(number, lambda number, _: self._signals.append(number))
+            number: handler
             for number in _SIGNALS
-            if signal.getsignal(number) != signal.SIG_IGN
+            if (handler := signal.getsignal(number)) != signal.SIG_IGN
         }
+        for number in before:
+            loop.add_signal_handler(number, self._take_signal, number)
         try:
             yield
         finally:
             for number, handler in before.items():
+                loop.remove_signal_handler(number)
                 signal.signal(number, handler)
-            signal.set_wakeup_fd(before_fd)
 
     def _take_signal(self, number: int) -> None:
         if number == signal.SIGTSTP:
-            self._stop()
+            self._suspend()
             return
         self._was_signalled = True
         if self._give_up_s is None or number != signal.SIGINT:
@@ -160,274 +221,212 @@ class _Launcher:
         else:
             self._end_all(0.0, _KILL_S)
 
-    def _stop(self) -> None:
+    def _suspend(self) -> None:
         """Stop as Ctrl-Z asks; ranks go on, and agents do not take the silence for an end."""
-        for peer in self._peers:
-            self._tell(peer, {"is": "stopped"})
+        for agent in self._agents:
+            agent.send({"is": "stopped"})
         stopped_s = time.monotonic()
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, handler)
         self._began_s += time.monotonic() - stopped_s
-        self._speak()
+        self._greet()
 
-    # --- the loop ------------------------------------------------------------------------------
+    # --- time and room -------------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        self._hold(self._outlet.is_full and self._give_up_s is None)
-        for key, _ in self._selector.select(min(0.5, SILENCE_S / 8)):
-            # What was called before in this turn may have closed it.
-            if key.fd in self._selector.get_map():
-                key.data()
-        for peer in self._peers:
-            # Not the end of stderr: an ssh that serves others too may hold it open for long.
-            if peer.code is None and "stdout" not in peer.streams:
-                self._take_end(peer)
-        self._look_at_the_streams()
-        while self._signals:
-            self._take_signal(self._signals.pop(0))
-
-    def _hold(self, is_held: bool) -> None:
-        """Read agents no more while those who read here are slow, and again when they are not."""
-        if is_held == self._is_held:
+    def _tick(self) -> None:
+        if all(agent.code is not None for agent in self._agents):
             return
-        self._is_held = is_held
-        for peer in self._peers:
-            for stream, fd in peer.streams.items():
-                if is_held:
-                    self._selector.unregister(fd)
-                else:
-                    then = partial(self._read, peer, stream)
-                    self._selector.register(fd, selectors.EVENT_READ, then)
+        self._check_time(time.monotonic())
+        asyncio.get_running_loop().call_later(min(0.5, SILENCE_S / 8), self._tick)
 
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"\0")
-
-    def _woken(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wake.recv(4096)
-
-    def _read(self, peer: Peer, stream: str) -> None:
-        data = os.read(peer.streams[stream], 1 << 16)
-        for line in peer.lines(stream, data):
-            self._take(peer, stream, line)
-        if not data:
-            self._selector.unregister(peer.streams.pop(stream))
-            if stream == "stdout":
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    peer.process.wait(0.2)
-
-    def _look_at_the_streams(self) -> None:
-        while self._outlet.errors:
-            stream, error = self._outlet.errors.popleft()
-            if isinstance(error, BrokenPipeError):  # `hipress run ... | head`
-                self._decide(_BROKEN_PIPE, None)
-            else:
-                self._note(f"{stream} can not be written any more ({error.strerror})")
-
-    def _look_at_the_clock(self) -> None:
-        now_s = time.monotonic()
-        if now_s > self._spoke_s + SILENCE_S / 4:
-            self._speak()
+    def _check_time(self, now_s: float) -> None:
+        if now_s > self._greeted_s + SILENCE_S / 4:
+            self._greet()
         if self._give_up_s is not None:
-            for peer in self._peers if now_s > self._give_up_s else ():
+            for agent in self._agents if now_s > self._give_up_s else ():
                 # Its host does not answer; there the agent hears nothing and ends by itself.
-                peer.process.kill()
+                agent.process.kill()
             return
-        if all(peer.has_started for peer in self._peers):
+        if all(agent.has_started for agent in self._agents):
             return
         seconds = now_s - self._began_s
-        if seconds > self._job.timeout_s:
+        if seconds > self._spec.timeout_s:
             self._decide(
                 TIMED_OUT,
-                f"not all ranks have started after {self._job.timeout_s:g} s: "
-                f"{failure_text.who_waits(self._job, self._peers, self._port)}",
+                f"not all ranks have started after {self._spec.timeout_s:g} s: "
+                f"{failure_text.who_waits(self._spec, self._agents, self._port)}",
             )
-        elif seconds > _SAY_S and not self._is_explained:
+        elif seconds > _EXPLAIN_S and not self._is_explained:
             self._is_explained = True
-            waits = failure_text.who_waits(self._job, self._peers, self._port)
+            waits = failure_text.who_waits(self._spec, self._agents, self._port)
             self._note(f"still starting: {waits}")
 
-    def _drain(self) -> None:
-        """Wait until all is shown, as long as it takes; after a signal, or at one, not longer."""
+    def _greet(self) -> None:
+        """Let all agents know that the launcher is there."""
+        self._greeted_s = time.monotonic()
+        for agent in self._agents:
+            if agent.is_up:
+                agent.send({"is": "here"})
+
+    def _pause_if_full(self) -> None:
+        """Read agents no more while those who read here are slow, and again when they are not."""
+        self._readers.pause(self._stdout.is_full and self._give_up_s is None)
+
+    def _take_write_error(self, stream: str, error: OSError) -> None:
+        if isinstance(error, BrokenPipeError):  # `hipress run ... | head`
+            self._decide(_BROKEN_PIPE, None)
+        else:
+            self._note(f"{stream} cannot be written any more ({error.strerror})")
+
+    async def _drain(self) -> None:
+        """Wait until all is shown, as long as it takes; after a signal, for a short time only."""
         until = time.monotonic() + _KILL_S
-        while not self._outlet.is_empty:
+        while not self._stdout.is_empty:
             if self._was_signalled and time.monotonic() > until:
                 return
-            self._turn()
-
-    # --- what agents are told ------------------------------------------------------------------
-
-    def _tell(self, peer: Peer, message: Message) -> None:
-        if peer.code is not None or peer.process.poll() is not None:
-            return
-        peer.tell(message)
-        self._mind_the_outbox(peer)
-
-    def _mind_the_outbox(self, peer: Peer) -> None:
-        out = peer.out
-        if out.is_empty == (out.fd in self._selector.get_map()):
-            if out.is_empty:
-                self._selector.unregister(out.fd)
-            else:
-                self._selector.register(out.fd, selectors.EVENT_WRITE, partial(self._write, peer))
-
-    def _write(self, peer: Peer) -> None:
-        peer.out.flush()
-        self._mind_the_outbox(peer)
-
-    def _speak(self) -> None:
-        """Let all agents know that this end is there."""
-        self._spoke_s = time.monotonic()
-        for peer in self._peers:
-            if peer.is_up:
-                self._tell(peer, {"is": "here"})
-
-    def _tell_job(self, peer: Peer) -> None:
-        job = self._job
-        if peer.was_told or not peer.is_up or self._give_up_s is not None:
-            return
-        peer.was_told = True
-        self._tell(
-            peer,
-            {
-                "is": "job",
-                "silence_s": SILENCE_S,
-                "folder": job.folder,
-                "env": dict(job.env),
-                "command": list(job.command),
-                "place": {
-                    "node": peer.node,
-                    "num_nodes": len(job.hosts),
-                    "slots": peer.host.slots,
-                    # One host alone needs no port that others reach.
-                    "meeting": job.hosts[0].address if len(job.hosts) > 1 else "",
-                    "port": self._port,
-                    "job_id": self._job_id,
-                    "max_restarts": job.max_restarts,
-                },
-            },
-        )
+            await asyncio.sleep(0.01)
 
     # --- what agents say -----------------------------------------------------------------------
 
-    def _take(self, peer: Peer, stream: str, line: bytes) -> None:
+    def _read(self, agent: RemoteAgent, stream: str) -> None:
+        data = read_available(agent.fds[stream])
+        if data is None:
+            return
+        splitter = agent.splitters[stream]
+        for line in splitter.feed(data) if data else splitter.rest():
+            self._take_line(agent, stream, line)
+        if not data:
+            self._readers.remove(agent.fds.pop(stream))
+            if stream == "stdout":
+                agent.stdout_ended.set()
+        self._pause_if_full()
+
+    def _take_line(self, agent: RemoteAgent, stream: str, line: bytes) -> None:
         message = None
         if stream == "stdout":
             line, message = unpack(line)
         if line or message is None:
             text = line.decode(errors="replace").rstrip("\r")
-            if stream == "stderr" and not peer.is_up:
-                # Told in the sentence if the connection fails, and shown if it does not.
-                peer.said.append(text)
+            if stream == "stderr" and not agent.is_up:
+                # Part of the sentence if the connection fails, and shown if it does not.
+                agent.errors.append(text)
             else:
-                self._screen.show(peer.name, stream, text)
+                self._screen.show(agent.name, stream, text)
         if message is not None:
-            self._obey(peer, message)
+            self._obey(agent, message)
 
-    def _obey(self, peer: Peer, message: Message) -> None:
-        what = message["is"]
-        if what == "line":
+    def _obey(self, agent: RemoteAgent, message: Message) -> None:
+        kind = message["is"]
+        if kind == "line":
             rank, text = message.get("rank"), message["text"]
             if rank is not None:
                 self._screen.keep(rank, text)
-            prefix = peer.name if rank is None else f"rank {rank}"
+            prefix = agent.name if rank is None else f"rank {rank}"
             self._screen.show(prefix, message["stream"], text, message["end"])
-        elif what == "note":
-            self._note(f"{peer.name}: {message['text']}")
-        elif what == "up":
-            self._take_up(peer, message["version"], message.get("machine", ""))
-        elif what == "meeting":
+        elif kind == "note":
+            self._note(f"{agent.name}: {message['text']}")
+        elif kind == "up":
+            self._take_up(agent, message["version"], message.get("machine", ""))
+        elif kind == "listening":
             self._port = message["port"]
-            self._note(failure_text.who_is_where(self._job, self._peers, self._port))
-            for other in self._peers:
-                self._tell_job(other)
-        elif what == "waiting":
-            peer.waits_for = message["why"]
-        elif what == "refused":
-            self._decide(2, f"{peer.name}: {message['why']}")
-        elif what == "started":
-            self._take_start(peer, message["rank"])
-        elif what == "ended":
+            self._note(failure_text.who_is_where(self._spec, self._agents, self._port))
+            for other in self._agents:
+                self._send_job(other)
+        elif kind == "waiting":
+            agent.waits_for = message["why"]
+        elif kind == "refused":
+            self._decide(2, f"{agent.name}: {message['why']}")
+        elif kind == "started":
+            self._take_start(agent, message["rank"])
+        elif kind == "ended":
             if message["code"] and not message["told"]:
-                self._take_failure(peer, message["rank"], message["code"])
-        elif what == "over":
-            peer.over = message
+                self._take_failure(agent, message["rank"], message["code"])
+        elif kind == "over":
+            agent.over = message
             if message["code"]:
-                self._fail(peer, message["rank"], message["code"])
+                self._fail(agent, message["rank"], message["code"])
 
-    def _take_up(self, peer: Peer, version: str, machine: str) -> None:
-        peer.is_up = True
-        for text in peer.said:
-            self._screen.show(peer.name, "stderr", text)
+    def _take_up(self, agent: RemoteAgent, version: str, machine: str) -> None:
+        agent.is_up = True
+        for text in agent.errors:
+            self._screen.show(agent.name, "stderr", text)
         if version != __version__:
             self._decide(
                 2,
-                f"{peer.name} has hipress {version} and this machine {__version__}; install the "
+                f"{agent.name} has hipress {version} and this machine {__version__}; install the "
                 f"same on all, or name another Python there with --python",
             )
-        if machine and self._machines.setdefault(machine, peer) is not peer:
-            self._note(failure_text.one_machine(self._machines[machine], peer))
-        # The first host says where it listens before the others are told.
-        if peer.node == 0 or self._port and self._peers[0].was_told:
-            self._tell_job(peer)
+        if machine and self._machines.setdefault(machine, agent) is not agent:
+            self._note(failure_text.one_machine(self._machines[machine], agent))
+        # The first host says where it listens before the others are told what to run.
+        if agent.node == 0 or self._port and self._agents[0].has_job:
+            self._send_job(agent)
 
-    def _take_start(self, peer: Peer, rank: int) -> None:
-        peer.started.add(rank)
+    def _send_job(self, agent: RemoteAgent) -> None:
+        spec = self._spec
+        if agent.has_job or not agent.is_up or self._give_up_s is not None:
+            return
+        agent.has_job = True
+        agent.send(
+            {
+                "is": "job",
+                "silence_s": SILENCE_S,
+                "folder": spec.folder,
+                "env": dict(spec.env),
+                "command": list(spec.command),
+                "node": {
+                    "index": agent.node,
+                    "num_nodes": len(spec.hosts),
+                    "slots": agent.host.slots,
+                    # One host alone needs no port that others reach.
+                    "master_addr": spec.hosts[0].address if len(spec.hosts) > 1 else "",
+                    "master_port": self._port,
+                    "job_id": self._job_id,
+                    "max_restarts": spec.max_restarts,
+                },
+            }
+        )
+
+    def _take_start(self, agent: RemoteAgent, rank: int) -> None:
+        agent.started.add(rank)
         self._num_starts[rank] += 1
         if self._num_starts[rank] > self._num_rounds:
             self._num_rounds += 1
             if self._num_rounds > 1:
                 self._note(f"all ranks start over, for the {self._num_rounds}. time")
 
-    def _take_failure(self, peer: Peer, rank: int, status: int) -> None:
-        if not self._job.max_restarts:
-            self._fail(peer, rank, status)
+    def _take_failure(self, agent: RemoteAgent, rank: int, status: int) -> None:
+        if not self._spec.max_restarts:
+            self._fail(agent, rank, status)
         elif self._outcome is None:
-            # What it means is for torchrun to decide; the end of the agent tells.
-            self._note(failure_text.how(self._job, peer, rank, status))
-
-    def _take_end(self, peer: Peer) -> None:
-        """Policy an agent whose output has ended, once its process has."""
-        status = peer.process.poll()
-        if status is None:
-            return
-        if "stderr" in peer.streams:
-            # The last words, and no longer than they are there.
-            for line in peer.last_errors():
-                self._take(peer, "stderr", line)
-            fd = peer.streams.pop("stderr")
-            with contextlib.suppress(KeyError):  # held
-                self._selector.unregister(fd)
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(peer.out.fd)
-        peer.code = exit_code(status)
-        if peer.over is None and self._outcome is None:
-            self._decide(peer.code or 1, failure_text.why_it_ended(self._job, peer, peer.code))
+            # torchrun decides what it means, and the end of the agent reports that.
+            self._note(failure_text.how(self._spec, agent, rank, status))
 
     # --- the end -------------------------------------------------------------------------------
 
-    def _fail(self, peer: Peer, rank: int | None, status: int) -> None:
-        others = "; the others were ended" if self._job.num_ranks > 1 else ""
-        self._decide(exit_code(status), failure_text.how(self._job, peer, rank, status) + others)
+    def _fail(self, agent: RemoteAgent, rank: int | None, status: int) -> None:
+        others = "; the others were ended" if self._spec.num_ranks > 1 else ""
+        how = failure_text.how(self._spec, agent, rank, status)
+        self._decide(exit_code(status), how + others)
 
     def _decide(self, code: int, sentence: str | None) -> None:
-        """Settle how the job ends, if nothing has so far, and end what still runs."""
+        """Keep the first reason for the end, and end what still runs."""
         if self._outcome is None:
             self._outcome = Outcome(code=code, sentence=sentence)
         if self._give_up_s is None:
             self._end_all(GRACE_S, GRACE_S + _END_S)
 
-    def _end_all(self, grace_s: float, most_s: float) -> None:
-        self._give_up_s = time.monotonic() + most_s
-        # Nobody may be there to read, and the end must not wait for that.
+    def _end_all(self, grace_s: float, timeout_s: float) -> None:
+        self._give_up_s = time.monotonic() + timeout_s
+        # The end must not wait until somebody reads.
         self._screen.drops = True
-        for peer in self._peers:
-            self._tell(peer, {"is": "end", "grace_s": grace_s})
-            if not peer.was_told:
+        self._pause_if_full()
+        for agent in self._agents:
+            agent.send({"is": "end", "grace_s": grace_s})
+            if not agent.has_job:
                 # It waits for its job, or ssh for its host: there is nothing to end in order.
-                peer.process.kill()
+                agent.process.kill()
 
     def _note(self, text: str) -> None:
         self._screen.note(text)

@@ -1,4 +1,4 @@
-"""Where lines go: this terminal, with their rank in front, and a file for each rank."""
+"""Shows lines in two places: this terminal, with their rank in front, and a file for each rank."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from hipress.errors import UsageError
+from hipress.processes.pipes import StdoutWriter
 
 _CLEAR = "\x1b[K"
 
 
 def open_files(folder: Path, num_ranks: int) -> dict[int, TextIO]:
-    """Open the file of each rank, so that one that can not be is told before anything starts.
+    """Open the file of each rank, so that an error is raised before anything starts.
 
     Args:
-        folder: Where; it is made.
-        num_ranks: From rank0.log on.
+        folder: The folder, which is made.
+        num_ranks: How many files: rank0.log and so on.
     """
     files: dict[int, TextIO] = {}
     path = folder
@@ -31,21 +32,10 @@ def open_files(folder: Path, num_ranks: int) -> dict[int, TextIO]:
         for file in files.values():
             file.close()
         raise UsageError(
-            f"--output {str(folder)!r} can not be used, as {str(path)!r} can not be made: "
+            f"--output {str(folder)!r} cannot be used, as {str(path)!r} cannot be made: "
             f"{error.strerror}; name a folder that can be written"
         ) from None
     return files
-
-
-class Out(Protocol):
-    """What a screen writes to: an `outlet.StdoutWriter` as a rule."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether too much waits."""
-
-    def put(self, stream: str, text: str) -> None:
-        """Write a text to stdout or stderr."""
 
 
 class Screen:
@@ -56,7 +46,7 @@ class Screen:
         files: Where to keep the lines of each rank too; see `open_files`.
     """
 
-    def __init__(self, out: Out, files: Mapping[int, TextIO] | None = None) -> None:
+    def __init__(self, out: StdoutWriter, files: Mapping[int, TextIO] | None = None) -> None:
         self.drops = False
         """Whether lines for which there is no room are dropped; or else the caller reads slower."""
         self.num_dropped = 0
@@ -81,18 +71,18 @@ class Screen:
             self.num_dropped += 1
             return
         if not self._is_terminal[stream]:
-            self._out.put(stream, f"[{prefix}] {text}\n")
+            self._out.write(stream, f"[{prefix}] {text}\n")
             return
         # A shorter line over a bar would leave the end of the bar there.
         clear = _CLEAR if self._has_bar or end == "\r" else ""
-        self._out.put(stream, f"[{prefix}] {text}{clear}{end}")
+        self._out.write(stream, f"[{prefix}] {text}{clear}{end}")
         self._has_bar = end == "\r"
 
     def note(self, text: str) -> None:
         """Print a line of the launcher itself."""
         begin = "\n" if self._has_bar else ""
         self._has_bar = False
-        self._out.put("stderr", f"{begin}hipress: {text}\n")
+        self._out.write("stderr", f"{begin}hipress: {text}\n")
 
     def keep(self, rank: int, text: str) -> None:
         """Write a line of a rank to its file."""
@@ -104,12 +94,12 @@ class Screen:
             file = self._files.pop(rank)
             with contextlib.suppress(OSError):
                 file.close()
-            self.note(f"{file.name!r} can not be written any more ({error.strerror})")
+            self.note(f"{file.name!r} cannot be written any more ({error.strerror})")
 
     def close(self) -> None:
         """Leave the terminal on a line of its own, and close the files."""
         if self._has_bar:
-            self._out.put("stderr", "\n")
+            self._out.write("stderr", "\n")
             self._has_bar = False
         for file in self._files.values():
             with contextlib.suppress(OSError):

@@ -7,11 +7,10 @@ torchrun, the PyTorchJob of Kubernetes, srun, Open MPI's mpirun, and alone.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from hipress.environment import read_environment
+from hipress.environment import free_port, read_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ def join(environ: MutableMapping[str, str] | None = None) -> World:
         LOCAL_RANK=str(found.local_rank),
         LOCAL_WORLD_SIZE=str(found.local_size),
         MASTER_ADDR=found.master_addr,
-        MASTER_PORT=str(found.master_port or _free_port()),
+        MASTER_PORT=str(found.master_port or free_port()),
     )
     return World(
         rank=found.rank,
@@ -66,9 +65,3 @@ def join(environ: MutableMapping[str, str] | None = None) -> World:
         local_rank=found.local_rank,
         local_size=found.local_size,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The system calls of a lab that Python 3.10 has no names for."""
+"""Namespaces of the kernel: the system calls that Python 3.10 has no names for."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def close_all_but(fds: set[int]) -> None:
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
 
 
-def dress_host(name: str, hosts_file: str) -> None:
+def set_up_host(name: str, hosts_file: str) -> None:
     """Give a host its name, its own /proc and its own /etc/hosts, as far as the system lets."""
     socket.sethostname(name)
     with contextlib.suppress(OSError):

@@ -11,53 +11,55 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hipress.errors import LabError
-from hipress.lab.hosts import Hosts, start_thread
+from hipress.lab.cluster import Cluster, start_thread
+from hipress.processes.pipes import LineSplitter
 
 OnLine = Callable[[int, str, str], None]
 """Called with rank, "stdout" or "stderr", and a line without its end."""
 
 GRACE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL when a job is ended because one rank failed."""
+"""Seconds between SIGTERM and SIGKILL when a run is ended because one rank failed."""
 KILLED = 128 + signal.SIGKILL
 """Exit code of a rank whose host is gone."""
 _END_S = 10.0
-"""Seconds that the end of a job may take beyond the grace."""
+"""Seconds that the end of a run may take beyond the grace."""
 _STREAMS = ("stdout", "stderr")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """How a job ended."""
+    """How a run ended."""
 
     exit_code: int
-    """0 if every rank's is 0, else that of the rank that failed first."""
+    """0 if that of every rank is 0, else that of the rank that failed first."""
     failed_rank: int | None
     """The rank that failed first."""
     exit_codes: tuple[int, ...]
-    """Of each rank; 128 + n where signal n ended it."""
+    """One for each rank; 128 + n where signal n ended it."""
     stdout: tuple[str, ...]
-    """Of each rank; empty if the output was not to be kept."""
+    """One for each rank; empty if the output was not to be kept."""
     stderr: tuple[str, ...]
-    """Of each rank, likewise."""
+    """One for each rank, likewise."""
     seconds: float
     """From the start to the end of the last rank."""
 
+    def failure(self) -> str:
+        """Say in one sentence which rank failed first, and its last line on stderr."""
+        assert self.failed_rank is not None
+        lines = self.stderr[self.failed_rank].strip().splitlines()
+        last = f": {lines[-1]}" if lines else ", without a word on stderr"
+        return f"rank {self.failed_rank} ended with exit code {self.exit_code}{last}"
 
-class Job:
-    """A command that runs on all ranks; made by `Lab.start`.
 
-    Args:
-        hosts: Where it runs.
-        number: Its number among the jobs of its lab.
-        readers: For each rank, the ends of the pipes of stdout and stderr to read from.
-        on_line: Called with each line.
-        keep_output: Whether to keep all lines.
-        keep_going: Whether ranks go on when one has failed.
+class CommandRun:
+    """A command that runs on all ranks; `Lab.start` makes it.
+
+    `readers` are, for each rank, the ends of the pipes of stdout and stderr to read from.
     """
 
     def __init__(
         self,
-        hosts: Hosts,
+        cluster: Cluster,
         number: int,
         readers: Sequence[tuple[int, int]],
         *,
@@ -65,10 +67,10 @@ class Job:
         keep_output: bool,
         keep_going: bool,
     ) -> None:
-        self._hosts = hosts
+        self._cluster = cluster
         self._keep_going = keep_going
         self.number = number
-        self._num_ranks = num_ranks = len(readers)
+        self._num_ranks = len(readers)
         self._on_line = on_line
         self._keep_output = keep_output
         self._changed = threading.Condition()
@@ -78,7 +80,7 @@ class Job:
         self._began_s = time.monotonic()
         self._ended_s = self._began_s
         self._text: dict[tuple[int, str], list[str]] = {
-            (rank, stream): [] for rank in range(num_ranks) for stream in _STREAMS
+            (rank, stream): [] for rank in range(len(readers)) for stream in _STREAMS
         }
         self._output_is_over = False
         self._problem: BaseException | None = None
@@ -90,20 +92,20 @@ class Job:
         self._reader = start_thread(lambda: self._read_output(pipes))
 
     def poll(self) -> Finished | None:
-        """Return how the job ended, or None while it runs."""
+        """Return how the run ended, or None while it runs."""
         with self._changed:
             return self._finished() if self.is_over() else None
 
     def wait(self, timeout: float | None = None) -> Finished:
-        """Wait for the end of the job.
+        """Wait for the end of the run.
 
         Args:
-            timeout: Seconds after which the job is ended and a `LabError` raised.
+            timeout: Seconds after which the run is ended and a `LabError` raised.
 
         Returns:
-            How the job ended.
+            How the run ended.
         """
-        if not self._wait_until(self.is_over, timeout):
+        if not self._wait_until_over(timeout):
             late = [rank for rank in range(self._num_ranks) if rank not in self._codes]
             self.end()
             raise LabError(
@@ -124,8 +126,8 @@ class Job:
         """End all ranks, by SIGTERM and after the grace by SIGKILL; wait until they are gone."""
         self._ask_to_end(grace_s)
         if threading.current_thread() is self._reader:
-            return  # called by on_line: the end of the output can not be awaited by its reader
-        if not self._wait_until(self.is_over, grace_s + _END_S):
+            return  # called by on_line: the end of the output cannot be awaited by its reader
+        if not self._wait_until_over(grace_s + _END_S):
             raise LabError(
                 f"the job did not end within {grace_s + _END_S:g} s of being told to; close the "
                 f"lab, which ends every process in it"
@@ -143,27 +145,23 @@ class Job:
             all_ended = len(self._codes) == self._num_ranks
             self._changed.notify_all()
         if all_ended:
-            self._hosts.tell_all({"do": "sweep"})
+            self._cluster.tell_all({"do": "sweep"})
         elif code != 0 and not self._keep_going:
             self._ask_to_end(GRACE_S)
 
     def _read_output(self, pipes: dict[int, tuple[int, str]]) -> None:
         """Read the pipes, by rank and stream, until the last writer is gone."""
         selector = selectors.DefaultSelector()
-        rest: dict[int, bytes] = {}
         for fd in pipes:
-            selector.register(fd, selectors.EVENT_READ)
-            rest[fd] = b""
+            selector.register(fd, selectors.EVENT_READ, LineSplitter())
         while selector.get_map():
             for key, _ in selector.select():
                 data = os.read(key.fd, 1 << 16)
-                *lines, rest[key.fd] = (rest[key.fd] + data).split(b"\n")
+                for line in key.data.feed(data) if data else key.data.rest():
+                    self._take_line(*pipes[key.fd], line.decode(errors="replace"))
                 if not data:
-                    lines = [rest[key.fd]] if rest[key.fd] else []
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                for line in lines:
-                    self._take_line(*pipes[key.fd], line.decode(errors="replace"))
         selector.close()
         with self._changed:
             self._output_is_over = True
@@ -185,17 +183,11 @@ class Job:
             if self._is_ending and grace_s > 0:
                 return
             self._is_ending = True
-        self._hosts.tell_all({"do": "end", "job": self.number, "grace_s": grace_s})
+        self._cluster.tell_all({"do": "end", "run": self.number, "grace_s": grace_s})
 
-    def _wait_until(self, is_so: Callable[[], bool], timeout: float | None) -> bool:
-        until = None if timeout is None else time.monotonic() + timeout
+    def _wait_until_over(self, timeout: float | None) -> bool:
         with self._changed:
-            while not is_so():
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+            return self._changed.wait_for(self.is_over, timeout)
 
     def is_over(self) -> bool:
         """Say whether all ranks have ended and all their output is read."""
@@ -212,36 +204,6 @@ class Job:
             stderr=tuple("".join(self._text[rank, "stderr"]) for rank in ranks),
             seconds=self._ended_s - self._began_s,
         )
-
-
-class Jobs:
-    """The jobs of a lab, which hear of their ranks.
-
-    Args:
-        host_of: The host of each rank.
-    """
-
-    def __init__(self, host_of: Sequence[int]) -> None:
-        self._host_of = host_of
-        self._jobs: dict[int, Job] = {}
-
-    def add(self, job: Job) -> None:
-        """Take a new job in."""
-        # Jobs that are over are dropped here: their output may be large.
-        self._jobs = {n: old for n, old in self._jobs.items() if not old.is_over()}
-        self._jobs[job.number] = job
-
-    def rank_exited(self, job: int, rank: int, code: int, at_s: float) -> None:
-        """Pass the end of a rank on to its job."""
-        if job in self._jobs:
-            self._jobs[job].rank_exited(rank, code, at_s)
-
-    def host_is_gone(self, host: int) -> None:
-        """Count every rank of a host as killed."""
-        for job in list(self._jobs.values()):
-            for rank, home in enumerate(self._host_of):
-                if home == host:
-                    job.rank_exited(rank, KILLED, time.monotonic())
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 
-from hipress import processes
+from hipress.processes import family
 
 
 def test_one_that_may_not_be_signalled_does_not_save_the_others(monkeypatch):
@@ -18,9 +18,9 @@ def test_one_that_may_not_be_signalled_does_not_save_the_others(monkeypatch):
         kill(pid, number)
 
     # Only these: the process that runs the tests may have other children.
-    monkeypatch.setattr(processes, "descendants", lambda _: [p.pid for p in programs])
+    monkeypatch.setattr(family, "descendants", lambda _: [p.pid for p in programs])
     monkeypatch.setattr(os, "kill", refuse)
-    assert processes.signal_descendants(signal.SIGTERM) == [others]
+    assert family.signal_descendants(signal.SIGTERM) == [others]
     monkeypatch.undo()
     programs[1].kill()
     assert [program.wait(10) for program in programs] == [-15, -9, -15]
