@@ -11,7 +11,7 @@ from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Curve, GradientProfile, ModelProfile, Profile
 from tests.secopa import vgg19
-from tests.secopa.test_published import profile
+from tests.secopa.test_planner import profile
 
 
 def run(*argv):

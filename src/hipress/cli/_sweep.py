@@ -13,9 +13,10 @@ from hipress.casync.graphs import strategies
 from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Profile
+from hipress.secopa.cluster import SimulatedStep
 from hipress.secopa.search import search
-from hipress.secopa.simulate import Simulated, Simulator
-from hipress.secopa.what_if import WholeCluster, uniform
+from hipress.secopa.simulate import MOST_WHOLE, Simulator, traces
+from hipress.secopa.what_if import uniform
 
 PLAN = "plan"
 """The label of a plan that was searched for."""
@@ -48,7 +49,9 @@ class Setting:
     def simulator(self) -> Simulator:
         """Plays it."""
         if "simulator" not in self._cache:
-            self._cache["simulator"] = WholeCluster(self.profile, self.num_ranks)
+            self._cache["simulator"] = Simulator(
+                self.profile, self.num_ranks, most_simulated=MOST_WHOLE
+            )
         found: Simulator = self._cache["simulator"]
         return found
 
@@ -62,12 +65,12 @@ class Setting:
         self, on_part: Callable[[float], None] = lambda fraction: None
     ) -> list[dict[str, Any]]:
         """A row for plain all-reduce, and one for each choice."""
-        plain = self.simulator.play(None)
+        plain = self.simulator.run(None)
         alone_s = Simulator(self.profile, 1).step_s(None)
         rows = [self._row("none", "allreduce", plain, plain, alone_s)]
         for done, (codec, strategy, plan) in enumerate(self._choices()):
             on_part(done / self.num_choices)
-            played = plain if plan is None else self.simulator.play(plan)
+            played = plain if plan is None else self.simulator.run(plan)
             rows.append(self._row(codec, strategy, played, plain, alone_s))
         return rows
 
@@ -79,14 +82,13 @@ class Setting:
         """
         import json
 
-        from hipress.secopa.timeline_of import traces
         from hipress.timeline import chrome_trace
 
         codec, strategy, plan = next(self._choices(), ("none", "allreduce", None))
-        played = self.simulator.play(plan, record=True)
+        played = self.simulator.run(plan, record=True)
         trace = chrome_trace(traces(played, device=self.profile.machine.device))
         path.write_text(json.dumps(trace) + "\n")
-        shown = len({span.rank for span in played.played.spans})
+        shown = len({span.rank for span in played.spans})
         stands = ", one of which stands for all" if shown < self.num_ranks else ""
         return f"{codec} {strategy or ''}".strip() + f" on {self.num_ranks} ranks{stands}"
 
@@ -112,8 +114,8 @@ class Setting:
         self,
         codec: str,
         strategy: str | None,
-        played: Simulated,
-        plain: Simulated,
+        played: SimulatedStep,
+        plain: SimulatedStep,
         alone_s: float,
     ) -> dict[str, Any]:
         return {
@@ -125,7 +127,7 @@ class Setting:
             "step_s": played.step_s,
             "speedup": plain.step_s / played.step_s,
             "exposed_s": played.exposed_s,
-            "bytes_per_rank": played.played.sent_bytes,
+            "bytes_per_rank": played.sent_bytes,
             "efficiency": alone_s / played.step_s,
         }
 

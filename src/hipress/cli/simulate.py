@@ -260,7 +260,7 @@ def _title(made: Profile) -> str:
 
 def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> None:
     from hipress.bench.table import Column, fixed, print_table
-    from hipress.secopa.what_if import MOST_WHOLE
+    from hipress.secopa.simulate import MOST_WHOLE
 
     columns = [
         Column(header="nodes", show=lambda row: str(row["nodes"])),
