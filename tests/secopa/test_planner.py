@@ -17,7 +17,6 @@ from hipress.profile import (
     Profile,
 )
 from hipress.secopa.sosp21.planner import (
-    CostCurve,
     ExchangeCosts,
     costs_of,
     in_lines,
@@ -106,11 +105,11 @@ def test_the_floor_of_a_broadcast():
 
 def test_the_counts_of_the_parameter_server():
     """Catches: encodes and decodes that grow on past the nodes there are."""
-    nothing = CostCurve(fixed=0.0, slope=0.0)
+    nothing = Curve(fixed=0.0, slope=0.0)
     parts = {"step": nothing, "gather": nothing, "broadcast": nothing, "size": nothing}
     costs = ExchangeCosts(
         num_nodes=4, codec=ANY, made_from="", **parts,
-        encode=CostCurve(fixed=1.0, slope=0.0), decode=CostCurve(fixed=100.0, slope=0.0),
+        encode=Curve(fixed=1.0, slope=0.0), decode=Curve(fixed=100.0, slope=0.0),
     )  # fmt: skip
     found = [costs.compressed_s("ps", 1000, k) for k in (1, 2, 3, 4)]
     assert found == [402.0, 503.0, 604.0, 604.0]
@@ -119,7 +118,7 @@ def test_the_counts_of_the_parameter_server():
 
 def test_equal_times_are_left_alone_and_few_slices_win():
     """Catches: `<=`, and the last of equally good numbers of partitions."""
-    flat, nothing = CostCurve(fixed=1.0, slope=0.0), CostCurve(fixed=0.0, slope=0.0)
+    flat, nothing = Curve(fixed=1.0, slope=0.0), Curve(fixed=0.0, slope=0.0)
     costs = ExchangeCosts(
         num_nodes=4, codec=ANY, made_from="", size=flat, encode=nothing, decode=nothing,
         step=flat, gather=flat, broadcast=flat,

@@ -19,8 +19,7 @@ from hipress.casync.ranks.agreement import KEPT_POSTS, Agreement
 from hipress.errors import PeerError, UsageError
 from hipress.lab import Lab
 from hipress.plan import Decision, Plan
-from hipress.probe.codec_costs import GPU_SIZES
-from hipress.probe.extent import SLOT_BYTES, Extent
+from hipress.probe.codec_costs import GPU_SIZES, SLOT_BYTES, Extent
 from hipress.profile import GradientProfile, Machine, ModelProfile
 from hipress.session import checkpoint, planner
 from hipress.session.auto import KEPT_PLANS, Auto

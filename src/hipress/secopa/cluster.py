@@ -173,15 +173,7 @@ class _Progress:
 
 
 class SimulatedRank:
-    """One rank: its model, its queues and its messages.
-
-    Args:
-        cluster: The cluster that it belongs to.
-        rank: Its number.
-        host: The cores of its host.
-        device: Where the model and codecs run.
-        segment_bytes: Bytes that a connection sends before another gets its turn.
-    """
+    """One rank: its model, which runs on `device` as codecs do, its queues and its messages."""
 
     def __init__(
         self,
@@ -372,15 +364,7 @@ class SimulatedRank:
     def receive(
         self, progress: _Progress, place: int, share: float, is_last: bool, delay_s: float
     ) -> None:
-        """Takes in a segment of a message.
-
-        Args:
-            progress: The synchronisation on this rank.
-            place: The receiving task.
-            share: The segment's share of the message's bytes.
-            is_last: Whether it is the last segment.
-            delay_s: A delay besides the link's latency.
-        """
+        """Takes in a segment, a share of a message, after the link's latency and a delay."""
         task = progress.tasks[place]
         link = self.local_in if self._is_local(progress, task.peer) else self.ingress
 

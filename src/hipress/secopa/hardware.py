@@ -63,12 +63,7 @@ class Clock:
 
 
 class Processor:
-    """Cores that all active work shares evenly.
-
-    Args:
-        clock: The clock of the cluster.
-        cores: The number of cores, which may be a fraction of one.
-    """
+    """Cores that all active work shares evenly; there may be a fraction of one."""
 
     def __init__(self, clock: Clock, cores: float) -> None:
         self.cores = cores

@@ -35,19 +35,6 @@ ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostCurve:
-    """fixed + slope * x, but at least the floor."""
-
-    fixed: float
-    slope: float
-    floor: float = 0.0
-
-    def at(self, x: float) -> float:
-        """Returns the value for x."""
-        return max(self.fixed + self.slope * x, self.floor)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExchangeCosts:
     """The curves of the model; x is a number of float32, times are in seconds."""
 
@@ -55,18 +42,20 @@ class ExchangeCosts:
     """N."""
     codec: str
     """`any` if the curves belong to no codec in particular."""
-    size: CostCurve
+    size: Curve
     """The number of float32 that x elements are compressed to."""
-    encode: CostCurve
+    encode: Curve
     """The time to encode x elements."""
-    decode: CostCurve
+    decode: Curve
     """The time to decode what x elements were compressed to."""
-    step: CostCurve
+    step: Curve
     """The time of a step of a ring, in which each node sends x to the next."""
-    gather: CostCurve
+    gather: Curve
     """The time in which one node gets x from each of the others."""
-    broadcast: CostCurve
+    broadcast: Curve
     """The time in which one node sends x to all others."""
+    broadcast_floor_s: float = 0.0
+    """The least time of a broadcast."""
     made_from: str
     """Where the curves come from, for the plan's own note."""
 
@@ -74,7 +63,7 @@ class ExchangeCosts:
         """Returns the time of all messages of a partition, of x float32 each."""
         if topology == "ring":
             return 2 * (self.num_nodes - 1) * self.step.at(x)
-        return self.gather.at(x) + self.broadcast.at(x)
+        return self.gather.at(x) + max(self.broadcast.at(x), self.broadcast_floor_s)
 
     def plain_s(self, topology: str, numel: int, partitions: int) -> float:
         """Returns the time of the exchange of a gradient that is sent as it is."""
@@ -93,7 +82,8 @@ class ExchangeCosts:
 
 
 # As published, fitted by least squares on 16 nodes with two 1080Ti each and 56 Gbit InfiniBand:
-# milliseconds, and milliseconds for each float32. Only the floors of broadcasts are ever reached.
+# milliseconds, and milliseconds for each float32. Other floors than those of broadcasts are never
+# reached.
 ENCODE_MS = (0.058938, 1.4133e-8)
 DECODE_MS = (0.13956, 6.2041e-9)  # for each *compressed* float32
 STEP_MS = (0.20337, 8.5005e-7)
@@ -102,7 +92,7 @@ _BROADCAST_MS = {
     4: (0.22156, 2.7157e-6, 0.0),
     8: (0.27285, 6.1172e-6, 0.29666),
     16: (0.45538, 1.2915e-5, 0.58353),
-}
+}  # the third is the floor
 
 
 def sosp21(num_nodes: int, ratio: float = RATIO) -> ExchangeCosts:
@@ -129,18 +119,19 @@ def sosp21(num_nodes: int, ratio: float = RATIO) -> ExchangeCosts:
     return ExchangeCosts(
         num_nodes=num_nodes,
         codec=ANY,
-        size=CostCurve(fixed=0.0, slope=ratio),
+        size=Curve(fixed=0.0, slope=ratio),
         encode=_from_ms(*ENCODE_MS),
         decode=_from_ms(decode_fixed, decode_slope * ratio),
         step=_from_ms(*STEP_MS),
         gather=_from_ms(*_GATHER_MS[num_nodes]),
-        broadcast=_from_ms(*_BROADCAST_MS[num_nodes]),
+        broadcast=_from_ms(*_BROADCAST_MS[num_nodes][:2]),
+        broadcast_floor_s=_BROADCAST_MS[num_nodes][2] / 1e3,
         made_from=f"preset {PRESET}, {num_nodes} nodes, ratio {ratio:g}",
     )
 
 
-def _from_ms(fixed: float, slope: float, floor: float = 0.0) -> CostCurve:
-    return CostCurve(fixed=fixed / 1e3, slope=slope / 1e3, floor=floor / 1e3)
+def _from_ms(fixed: float, slope: float) -> Curve:
+    return Curve(fixed=fixed / 1e3, slope=slope / 1e3)
 
 
 PRESETS = {PRESET: sosp21}
@@ -163,29 +154,27 @@ def costs_of(profile: Profile, codec: str, num_nodes: int) -> ExchangeCosts:
     many = num_nodes - 1
     float_s = ELEMENT_BYTES / network.bytes_per_s
     message_s = network.message_work_s
-    fan = CostCurve(fixed=network.latency_s + many * message_s, slope=many * float_s)
+    fan = Curve(fixed=network.latency_s + many * message_s, slope=many * float_s)
     return ExchangeCosts(
         num_nodes=num_nodes,
         codec=codec,
-        size=CostCurve(
-            fixed=found.wire.fixed / ELEMENT_BYTES, slope=found.wire.slope / ELEMENT_BYTES
-        ),
+        size=Curve(fixed=found.wire.fixed / ELEMENT_BYTES, slope=found.wire.slope / ELEMENT_BYTES),
         encode=_busy(found.encode, profile.machine),
         decode=_busy(found.decode, profile.machine),
-        step=CostCurve(fixed=network.latency_s + message_s, slope=float_s),
+        step=Curve(fixed=network.latency_s + message_s, slope=float_s),
         gather=fan,
         broadcast=fan,
         made_from=f"a profile of {network.num_ranks} ranks, {num_nodes} nodes, {codec}",
     )
 
 
-def _busy(work: Curve, machine: Machine) -> CostCurve:
+def _busy(work: Curve, machine: Machine) -> Curve:
     """Returns the time of work that all ranks of a machine do at once."""
     if machine.device == "cpu":
         wait = max(machine.num_ranks / machine.cores, 1.0)
     else:
         wait = float(machine.num_device_ranks)
-    return CostCurve(fixed=work.fixed * wait, slope=work.slope * wait)
+    return Curve(fixed=work.fixed * wait, slope=work.slope * wait)
 
 
 def plan(
