@@ -262,7 +262,7 @@ def test_slices_that_are_cut_by_size_are_counted():
 
 
 def test_a_small_model_is_cut_for_every_rank_in_lines_too():
-    """Catches: lines with one partition, where the engine gives every rank a part of a small model."""
+    """Catches: lines of one partition where the engine gives each rank a part of a small model."""
     gradients = (GradientProfile(name="a", numel=10**6, ready_s=0.0),)
     model = ModelProfile(forward_s=0.0, backward_s=0.0, gradients=gradients)
     found = profile().model_copy(update={"model": model})

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hipress.casync.graphs.graph import COMPUTING, Verb
+from hipress.casync.graphs.strategies import ring
 from hipress.secopa.costs import Script
 from hipress.secopa.hardware import Call, Line, Processor, Thread
 from hipress.secopa.step import Backward, Job, Span
-from hipress.secopa.symmetry import BEGIN, MERGE_DEPTHS, Hops, Mirrors, mirrors
+from hipress.secopa.symmetry import BEGIN, Hops, Mirrors, mirrors
 
 if TYPE_CHECKING:
     from hipress.secopa.player import Cluster
@@ -246,7 +247,7 @@ class Player:
             message_s=network.latency_s + network.message_work_s / speed,
             byte_s=1 / network.bytes_per_s,
             work_factor=1 / speed,
-            last_merge=MERGE_DEPTHS * (self.cluster.num_ranks - 1),
+            last_merge=ring.last_merge_depth(self.cluster.num_ranks),
         )
 
     def _with(self, running: Running, place: int) -> None:

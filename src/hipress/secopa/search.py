@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from hipress.casync.graphs.strategies import candidates
 from hipress.plan import Decision, Plan, plain_strategy
 from hipress.profile import GradientProfile, Profile
 from hipress.secopa.budget import Budget, exempt
 from hipress.secopa.simulate import Simulator
 
-STRATEGIES = ("ps", "ring")
+STRATEGIES = candidates()
 """Tried where the user leaves the choice."""
 
 WORTH = 0.002

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hipress.casync.graphs import strategies
 from hipress.casync.graphs.partitions import CHUNK_NUMEL, Partitioner, Placement
 from hipress.casync.graphs.shape import Shape, partition_numel
 from hipress.errors import UsageError
@@ -186,7 +187,7 @@ class Simulator:
         group: Sequence[GradientProfile],
         placements: tuple[tuple[Placement, ...], ...] | None,
     ) -> tuple[Script, ...]:
-        is_plain = strategy == "allreduce" and codec == "none"
+        is_plain = strategies.get(strategy).sums_in_transport(codec)
         none = next((costs for costs in self.profile.codecs if costs.codec == "none"), FREE)
         costs = none if codec == "none" else self.profile.codec(codec)
         shape = Shape(

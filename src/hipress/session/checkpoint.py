@@ -137,7 +137,7 @@ def restore(sync: Sync, gradient: Gradient) -> None:
     choice = gradient.choice
     same = (choice.codec.name, choice.strategy) == (facts["codec"], facts["strategy"])
     same = same and state["world_size"] == engine.transport.num_ranks
-    if choice.strategy == "hierarchical":
+    if strategies.get(choice.strategy).has_host_stages:
         same = same and state["hosts"] == _hosts(engine)
     if same:
         _restore_exactly(engine, gradient, state)
@@ -315,9 +315,8 @@ def _factor(
         return len(engine.hosts)
     if kind is Kind.PARTIAL:
         return merged
-    if gradient.choice.strategy == "hierarchical":
-        return engine.hosts.count(engine.hosts[engine.transport.rank if rank is None else rank])
-    return 1
+    strategy = strategies.get(gradient.choice.strategy)
+    return strategy.num_gradients(engine.hosts, engine.transport.rank if rank is None else rank)
 
 
 def _all_gather(sync: Sync, own: torch.Tensor) -> list[torch.Tensor]:

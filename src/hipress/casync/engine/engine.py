@@ -398,13 +398,13 @@ class Engine:
         placements: Sequence[tuple[Placement, ...]] | None,
         total: bool,
     ) -> Recipe:
-        strategies.check(strategy)
+        known = strategies.get(strategy)
         made = named_codec(codec) if isinstance(codec, str) else codec
         if names is None:
             made = forgetful(made)
         first = values[0]
         for value in values:
-            _check(value, first, self.device, plain=made.name == "none" and strategy == "allreduce")
+            _check(value, first, self.device, plain=known.sums_in_transport(made.name))
         if not first.is_floating_point() and not total:
             raise UsageError(
                 f"the mean of {first.dtype} is no whole number; ask for op='sum', or convert."

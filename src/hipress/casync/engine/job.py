@@ -21,9 +21,6 @@ from hipress.casync.graphs.graph import COMPUTING, Kind, Slot, Task, Verb
 from hipress.codecs.base import RANDOM_KEYS, WEIGHT, Codec, State
 from hipress.codecs.bulk import Bulk
 
-_TAGS = {Kind.GRADIENT: 0, Kind.RAW: 0, Kind.FRAME: 1, Kind.PARTIAL: 2, Kind.BACK: 3}
-
-
 LIGHT_BYTES = 2**17
 """Handing a message to another thread costs 50 us of a busy core; sending so many bytes less."""
 
@@ -173,10 +170,6 @@ class Job:
     def _shares_first(self) -> bool:
         return not self.recipe.total and self.recipe.dtype in (torch.float16, torch.bfloat16)
 
-    def tag(self, slot: Slot) -> int:
-        """The lower half of a message's tag."""
-        return slot.chunk * 4 + _TAGS[slot.kind]
-
     # Binding: once for each phase of the codec.
 
     def _bind(self, codec: Codec) -> Bound:
@@ -192,8 +185,8 @@ class Job:
             recvs = zip(task.writes, task.of, strict=True) if task.of else ()
             messages.append(
                 Message(
-                    tuple((self._cell(slot, codec), to, self.tag(slot)) for slot, to in sends),
-                    tuple((self._cell(slot, codec), of, self.tag(slot)) for slot, of in recvs),
+                    tuple((self._cell(slot, codec), to, slot.tag) for slot, to in sends),
+                    tuple((self._cell(slot, codec), of, slot.tag) for slot, of in recvs),
                 )
             )
         moved = [message for message in messages if message is not None]

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from hipress.casync.graphs import partitions, shape
+from hipress.casync.graphs import partitions, shape, strategies
 from hipress.casync.graphs.graph import Graph
 from hipress.casync.graphs.shape import Shape
 from hipress.codecs.base import Codec
@@ -52,7 +52,7 @@ class Recipe:
     """In the order in which ranks agreed on recipes; part of the tags of messages."""
     options: Options = field(default_factory=Options)
     placements: tuple[tuple[partitions.Placement, ...], ...] | None = None
-    """For each tensor its partitions and their routes, where those must not depend on the others."""
+    """The partitions of each tensor and their routes; None: they depend on the tensors together."""
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class Recipe:
     @cached_property
     def is_plain(self) -> bool:
         """Whether the transport's own sum does it."""
-        return self.strategy == "allreduce" and self.codec.name == "none"
+        return strategies.get(self.strategy).sums_in_transport(self.codec.name)
 
     @cached_property
     def shape(self) -> Shape:

@@ -50,8 +50,14 @@ class Kind(str, Enum):
     """The mean of all, as every rank decodes it."""
 
 
+MESSAGE_CLASS = {Kind.GRADIENT: 0, Kind.RAW: 0, Kind.FRAME: 1, Kind.PARTIAL: 2, Kind.BACK: 3}
+"""Tells the messages of one chunk between two ranks apart; both ends have the same class."""
+
+NUM_MESSAGE_CLASSES = 4
+
+
 class Slot(NamedTuple):
-    """A place for one chunk."""
+    """Names the memory of one chunk."""
 
     kind: Kind
     chunk: int
@@ -59,6 +65,11 @@ class Slot(NamedTuple):
     """Who made it."""
     merged: int = 1
     """How many contributions are in it."""
+
+    @property
+    def tag(self) -> int:
+        """The lower half of the tag of a message that carries this slot."""
+        return self.chunk * NUM_MESSAGE_CLASSES + MESSAGE_CLASS[self.kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
