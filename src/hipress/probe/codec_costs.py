@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hipress.casync.engine.engine import Engine
-from hipress.casync.engine.recipe import Options, chunk_numel, codes_local, forgetful
+from hipress.casync.engine.recipe import Options, chunk_numel, codes_local, without_state
 from hipress.codecs.base import Codec, State
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.backends.threads import stay_on_this_thread
@@ -115,7 +115,7 @@ def points(
     cache = Cache(place, num_ranks, num_machine_ranks) if rank == 0 else None
     known: dict[str, Points] = cache.load(names) if cache is not None and not fresh else {}
     told = engine.agree(
-        "codecs to measure", {"codecs": list(names)}, told=[known, room_numel(place)]
+        "codecs to measure", {"codecs": list(names)}, share=[known, room_numel(place)]
     )
     rooms = [room for _, room in told if room is not None]
     extent = _extent(place, most_numel, min(rooms, default=None))
@@ -132,7 +132,7 @@ def points(
         name: _measured(name, place, num_ranks, extent, wait, part(on_part, k, len(missing))).points
         for k, name in enumerate(missing)
     }
-    of_all = engine.agree("costs of codecs", {}, told=own)
+    of_all = engine.agree("costs of codecs", {}, share=own)
     if cache is not None:
         cache.save({name: _median([one[name] for one in of_all]) for name in missing})
     return [held | one for one in of_all]
@@ -178,7 +178,7 @@ def error_of(codec: Codec, x: torch.Tensor) -> float:
         >>> error_of(last_phase("none"), torch.ones(10))
         0.0
     """
-    plain = forgetful(codec)
+    plain = without_state(codec)
     x = x.detach().reshape(-1).float()
     norm = float(torch.linalg.vector_norm(x))
     if norm == 0.0 or not math.isfinite(norm):

@@ -52,7 +52,7 @@ def machine(engine: Engine) -> Machine:
         "threads": engine.executor.num_threads,
         "name": processor(device),
     }
-    found = engine.agree("the machine", {}, told=own)
+    found = engine.agree("the machine", {}, share=own)
     first = found[0]
     return Machine(
         name=first["name"],

@@ -57,7 +57,7 @@ class Wire:
 
     def share(self, what: str, told: Any) -> list[Any]:
         """What each rank tells."""
-        return self.engine.agree(f"the probe of {what}", {}, told=told)
+        return self.engine.agree(f"the probe of {what}", {}, share=told)
 
     def slowest(self, what: str, seconds: float) -> float:
         """The longest of all ranks' times."""

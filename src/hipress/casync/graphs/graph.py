@@ -86,7 +86,7 @@ class Task:
     of: tuple[int, ...] = ()
     """Of a recv or exchange: the sender of each slot it writes."""
     depth: int = 0
-    """Its place in the life of the chunk, the same on all ranks: a recv is one below its send."""
+    """Its stage in the life of the chunk, the same on all ranks: a recv is one below its send."""
     needs: tuple[int, ...] = ()
     """Tasks that must be done before it, as positions in the graph."""
 
@@ -121,7 +121,7 @@ class Draft:
 
     def add(self, task: Task, needs: Iterable[int] = ()) -> None:
         """Appends a task that needs what its slots demand, and `needs`."""
-        place = len(self.tasks)
+        index = len(self.tasks)
         found = set(needs)
         for slot in task.reads:
             if slot in self._writer:
@@ -131,10 +131,10 @@ class Draft:
             if slot in self._writer:
                 found.add(self._writer[slot])
         for slot in task.reads:
-            self._readers.setdefault(slot, []).append(place)
+            self._readers.setdefault(slot, []).append(index)
         for slot in task.writes:
-            self._writer[slot] = place
-        found.discard(place)
+            self._writer[slot] = index
+        found.discard(index)
         self.tasks.append(replace(task, needs=tuple(sorted(found))))
 
     def encode(self, x: Slot, frame: Slot, depth: int) -> None:
