@@ -164,6 +164,19 @@ def test_expression(case: Case) -> None:
     assert hipress.codecs.describe(case.name).feedback == (case.name in NEEDS_FEEDBACK)
 
 
+@every_case
+@pytest.mark.parametrize("generic", [False, True])
+def test_state_names_are_the_memory_of_init(case: Case, generic: bool) -> None:
+    """The names are those of the arrays that `init` makes, without seed, stream and step."""
+    codec: Codec = hipress.codec(case.expr)
+    if generic:
+        codec = Feedback(codec)
+    for one in (codec, codec.aggregator(3)):
+        state = one.init(torch.zeros(5))
+        assert one.state_names == tuple(name for name in state if state[name].numel() == 5)
+        assert set(state) - set(one.state_names) <= {"seed", "stream", "step"}
+
+
 # --- bytes ---------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hipress.bench._ranks import Interface, largest, ranks_agree, run_rank, tell
 from hipress.bench.sync_rows import Config
 from hipress.casync.engine.engine import Options
+from hipress.casync.graphs import strategies
 from hipress.session.world import engine_of
 from hipress.timeline import overlap_s
 
@@ -204,7 +205,7 @@ class _Worker:
         """Bytes of one sync: the most that a rank sent, by both counts."""
         repeats = self.config.repeats
         wire = one.sent_bytes / repeats
-        if one in self.baselines or (one.codec == "none" and one.strategy == "allreduce"):
+        if one in self.baselines or strategies.get(one.strategy).sums_in_transport(one.codec):
             # The transport's own sum, of which the engine's count knows nothing.
             wire = self.config.all_reduce_bytes / (2 if one.label == "bf16" else 1)
         interface = self.interface.per_sample(one.interface_bytes, repeats)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hipress.casync.graphs.strategies import candidates
 from hipress.cli._sweep import PLAN, Setting
 from hipress.errors import UsageError
 from hipress.profile import CodecCosts, Curve, Machine, ModelProfile, Network, Profile
@@ -21,7 +22,7 @@ PREDICTION_ERROR = 0.20
 """How far a simulated step may lie from the measured one: of 84 settings of `hipress bench
 prediction`, on 2 and 4 emulated hosts, nine of ten were within it (median 9.2 %, worst 27.4 %)."""
 CODECS = "int8,onebit"
-STRATEGIES = ("ps", "ring")
+STRATEGIES = candidates()
 HOSTS, RATE = 4, "1gbit"
 
 LATENCY_S = 1e-4

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hipress.casync.graphs import strategies
+from hipress.casync.graphs.strategies import candidates, check
 from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Profile
@@ -31,7 +31,7 @@ class Setting:
     profile: Profile
     num_ranks: int
     codecs: tuple[str, ...] = ()
-    strategies: tuple[str, ...] = ("ps", "ring")
+    strategies: tuple[str, ...] = candidates()
     rate: str | None = None
     """As the user wrote it; None: as measured."""
     plan: Plan | None = None
@@ -183,7 +183,7 @@ def read_plan(
         print(f"{path}: played with {' and '.join(filled)}, left open there", file=sys.stderr)
         read = read.model_copy(update={"gradients": sized}).with_codec(chosen, strategy)
     for one in read.gradients.values():
-        strategies.check(one.strategy)
+        check(one.strategy)
         if one.is_compressed:
             made.codec(one.codec)
     others = [number for number in numbers if number != read.num_ranks]

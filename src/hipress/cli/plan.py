@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -257,7 +256,8 @@ def _searched(
             f"profile {str(path)!r} has no model, so there are no gradients to plan for; measure "
             "one with hipress profile --model."
         )
-    names = _auto(profile) if strategy == AUTO else tuple(split_expressions(strategy))
+    candidates = strategies.candidates(profile.network.hosts)
+    names = candidates if strategy == AUTO else tuple(split_expressions(strategy))
     for name in names:
         strategies.check(name)
     allowed = Budget.read(budget)
@@ -280,12 +280,6 @@ def _searched(
         ready_s={gradient.name: gradient.ready_s for gradient in profile.model.gradients},
         times="step with the gradient, all else as planned",
     )
-
-
-def _auto(profile: Profile) -> Sequence[str]:
-    """Strategies that make sense on a cluster."""
-    hosts = profile.network.hosts
-    return ("ps", "ring") if len(set(hosts)) == len(hosts) else ("ps", "ring", "hierarchical")
 
 
 def _why(decision: Decision) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 
 State = dict[str, torch.Tensor]
 """A codec's memory by name: "residual", "momentum", "step", ...; empty if it has none."""
+
+RANDOM_KEYS = ("seed", "stream", "step")
+"""Keys of a state that feed the random numbers; they are not memory of the gradient."""
+
+WEIGHT = "weight"
+"""Key of a state that holds the parameter; the caller writes it and no checkpoint saves it."""
 
 
 def lr_ratio(state: State | None) -> float:
@@ -113,6 +120,21 @@ class Codec(ABC):
             seed: Feeds the random numbers, with `stream` and the step.
             stream: Ranks that must draw different numbers differ in this.
         """
+
+    @cached_property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the per-element memory that the codec keeps from step to step.
+
+        These are the keys of the state that `init` makes, in the same order, without those of the
+        random numbers (`RANDOM_KEYS`). `WEIGHT` is among them where the codec wants to see the
+        parameter. The default asks `init` once; a codec that knows its names may override it.
+
+        Example:
+            >>> import hipress
+            >>> hipress.codec("momentum(ef(onebit))").state_names
+            ('momentum', 'residual')
+        """
+        return tuple(name for name in self.init(torch.zeros(1)) if name not in RANDOM_KEYS)
 
     @abstractmethod
     def encode(

@@ -12,7 +12,14 @@ import torch
 
 from hipress import settings
 from hipress.codecs import frame, tensors
-from hipress.codecs.base import Codec, State, frames_to_merge, lr_ratio, workers
+from hipress.codecs.base import (
+    RANDOM_KEYS,
+    Codec,
+    State,
+    frames_to_merge,
+    lr_ratio,
+    workers,
+)
 from hipress.compll.backends.threads import runner
 from hipress.compll.build import Bound, Loaded
 from hipress.compll.ir import MAX_NUMEL
@@ -25,12 +32,10 @@ if TYPE_CHECKING:
 
 MAX_MERGED = 16
 """Most frames that one kernel averages: each is a pointer and a load more in its loop."""
-RNG_KEYS = ("seed", "stream", "step")
-"""Keys of a state that draws random numbers."""
 WRAPPER_KEYS = frozenset({"residual", "added_residual", "momentum", "added_momentum"})
 """Keys whose content would be lost by a codec that does not keep them; any other key may be there,
 for a caller may keep something of its own in the same dict."""
-RESERVED = {*RNG_KEYS, "lr_ratio"}
+RESERVED = {*RANDOM_KEYS, "lr_ratio"}
 """Keys of a state that no program can take."""
 
 MAX_BYTES = 2**48
@@ -86,7 +91,7 @@ class ProgramCodec(Codec):
         # Made now, not at first use: a wrong program, or a wrapper that cannot be fused, shows.
         self._kernel = bound.kernels(variant=variant)[0]
         self._body_bytes = bound.body_bytes()
-        taken = sorted(set(self._state_names) & RESERVED)
+        taken = sorted(set(self.state_names) & RESERVED)
         if taken:
             raise UsageError(
                 f"{name}: a state cannot be called {taken[0]!r}, a codec's state has one already; "
@@ -197,10 +202,10 @@ class ProgramCodec(Codec):
         tensors.storage(x, "the gradient")
         seed, stream = tensors.seed(seed, "seed"), tensors.seed(stream, "stream")
         state: State = {}
-        for name in self._state_names:
+        for name in self.state_names:
             state[name] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
         if self._kernel.random:
-            for key, value in zip(RNG_KEYS, (seed, stream, 0), strict=True):
+            for key, value in zip(RANDOM_KEYS, (seed, stream, 0), strict=True):
                 state[key] = torch.tensor(value, dtype=torch.int64, device=x.device)
         return state
 
@@ -390,8 +395,8 @@ class ProgramCodec(Codec):
         return self.bound.load(self.backend, dtype=dtype, variant=self.variant)
 
     @cached_property
-    def _state_names(self) -> list[str]:
-        return [array.label for array in self._kernel.states]
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(array.label for array in self._kernel.states)
 
     def _check_body(self, body: frame.BodyView) -> None:
         """Refuses a body whose length is not that of its elements."""
@@ -404,7 +409,7 @@ class ProgramCodec(Codec):
 
     @cached_property
     def _state_keys(self) -> frozenset[str]:
-        return frozenset([*self._state_names, *RNG_KEYS * self._kernel.random])
+        return frozenset([*self.state_names, *RANDOM_KEYS * self._kernel.random])
 
     def held(self, state: State | None, x: torch.Tensor) -> list[torch.Tensor]:
         """The state's arrays in the order that kernels take them."""
@@ -415,15 +420,15 @@ class ProgramCodec(Codec):
             return []
         if not isinstance(state, dict) or state.keys() & (WRAPPER_KEYS | keys) != keys:
             raise self._foreign(state)
-        for name in self._state_names:
+        for name in self.state_names:
             tensors.check_state(name, state[name], x)
-        return [state[name].view(-1) for name in self._state_names]
+        return [state[name].view(-1) for name in self.state_names]
 
     def _rng(self, state: State | None) -> tuple[int, int, int]:
         """(seed, stream, step) on the host."""
         if state is None or not self._kernel.random:
             return (0, 0, 0)
-        seed, stream, step = (tensors.whole(key, state[key]) for key in RNG_KEYS)
+        seed, stream, step = (tensors.whole(key, state[key]) for key in RANDOM_KEYS)
         return seed & (2**64 - 1), stream & (2**32 - 1), step & (2**32 - 1)
 
     def _stateless(self, call: str) -> UsageError:
@@ -439,7 +444,7 @@ class ProgramCodec(Codec):
                 f"the state is a {type(state).__name__}, not a dict; make it with "
                 f"{self.name}.init(x)."
             )
-        missing = [key for key in (*self._state_names, *RNG_KEYS) if key not in state]
+        missing = [key for key in (*self.state_names, *RANDOM_KEYS) if key not in state]
         if missing and missing[0] in self._state_keys:
             return UsageError(f"the state has no {missing[0]!r}; make it with {self.name}.init(x).")
         extra = min(state.keys() & WRAPPER_KEYS - self._state_keys)

@@ -115,8 +115,7 @@ class Feedback(_Wrapper):
 
     def __init__(self, inner: Codec) -> None:
         super().__init__(inner)
-        own = set(inner.init(torch.zeros(0)))
-        self._residual = "added_residual" if "residual" in own else "residual"
+        self._residual = "added_residual" if "residual" in inner.state_names else "residual"
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hipress.casync.engine.engine import Engine
-from hipress.casync.engine.recipe import Options, chunk_numel, codes_local, forgetful
+from hipress.casync.engine.recipe import Options, chunk_numel, codes_local, without_state
 from hipress.codecs.base import Codec, State
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.backends.threads import stay_on_this_thread
@@ -147,7 +147,7 @@ def points(
     cache = Cache(place, num_ranks, num_machine_ranks) if rank == 0 else None
     known: dict[str, Points] = cache.load(names) if cache is not None and not fresh else {}
     told = engine.agree(
-        "codecs to measure", {"codecs": list(names)}, told=[known, _room_numel(place)]
+        "codecs to measure", {"codecs": list(names)}, share=[known, _room_numel(place)]
     )
     rooms = [room for _, room in told if room is not None]
     extent = _extent(place, most_numel, min(rooms, default=None))
@@ -164,7 +164,7 @@ def points(
         engine.agree("the next codec", {})
 
     own = _measure_all(missing, place, num_ranks, extent, barrier or wait_for_all, on_part)
-    of_all = engine.agree("costs of codecs", {}, told=own)
+    of_all = engine.agree("costs of codecs", {}, share=own)
     if cache is not None:
         cache.save({name: _median([one[name] for one in of_all]) for name in missing})
     return [held | one for one in of_all]
@@ -188,7 +188,7 @@ def error_of(codec: Codec, x: torch.Tensor) -> float:
         >>> error_of(last_phase("none"), torch.ones(10))
         0.0
     """
-    plain = forgetful(codec)
+    plain = without_state(codec)
     x = x.detach().reshape(-1).float()
     norm = float(torch.linalg.vector_norm(x))
     if norm == 0.0 or not math.isfinite(norm):
@@ -243,16 +243,16 @@ def _measure_all(
     """Measures on a thread of its own, as the executor works: kernels stay on it."""
     future: Future[dict[str, Points]] = Future()
 
+    def measure_one(k: int, name: str) -> Points:
+        def report(fraction: float) -> None:
+            on_part((k + fraction) / len(names), name)
+
+        return _measure_one(name, device, num_ranks, extent, barrier, report)
+
     def run() -> None:
         try:
             stay_on_this_thread()
-            found = {}
-            for k, name in enumerate(names):
-                found[name] = _measure_one(
-                    name, device, num_ranks, extent, barrier,
-                    lambda fraction, k=k, name=name: on_part((k + fraction) / len(names), name),
-                )  # fmt: skip
-            future.set_result(found)
+            future.set_result({name: measure_one(k, name) for k, name in enumerate(names)})
         except BaseException as error:  # the caller raises it
             future.set_exception(error)
 

@@ -62,7 +62,7 @@ def machine(engine: Engine) -> Machine:
         "threads": engine.executor.num_threads,
         "name": processor(device),
     }
-    found = engine.agree("the machine", {}, told=own)
+    found = engine.agree("the machine", {}, share=own)
     first = found[0]
     here = [one for one in found if one["boot"] == first["boot"]]
     return Machine(
@@ -151,9 +151,9 @@ class _Messages:
         """Returns when all ranks have called it."""
         self.all_reduce(self._token)
 
-    def share(self, what: str, told: Any) -> list[Any]:
+    def share(self, what: str, own: Any) -> list[Any]:
         """Returns the values of all ranks."""
-        return self.engine.agree(f"the probe of {what}", {}, told=told)
+        return self.engine.agree(f"the probe of {what}", {}, share=own)
 
     def slowest(self, what: str, seconds: float) -> float:
         """Returns the longest of all ranks' times."""

@@ -1,6 +1,6 @@
 """Runs the lowered graphs of one training step on a simulated cluster.
 
-Each rank does what `casync.engine.executor` does, on a simulated clock: computing tasks wait for a
+Each rank does what `casync.engine.executors` does, on a simulated clock: computing tasks wait for a
 thread, and the task that stands first in the graph of the oldest synchronisation goes first;
 messages wait for their link.
 
@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hipress.casync.graphs.graph import COMPUTING, Verb
+from hipress.casync.graphs.strategies import ring
 from hipress.profile import Network, Profile
 from hipress.secopa.costs import CostedGraph
 from hipress.secopa.hardware import Call, Clock, Link, Processor, WorkQueue
-from hipress.secopa.symmetry import BEGIN, MERGE_DEPTHS, Hops, Mirrors, mirrors
+from hipress.secopa.symmetry import BEGIN, Hops, Mirrors, mirrors
 
 MOST_SEGMENTS = 256
 """The bytes that a rank sends in a step are cut into about this many segments."""
@@ -390,7 +391,7 @@ class SimulatedRank:
             message_s=network.latency_s + network.message_work_s / speed,
             byte_s=1 / network.bytes_per_s,
             work_factor=1 / speed,
-            last_merge=MERGE_DEPTHS * (self.cluster.num_ranks - 1),
+            last_merge=ring.last_merge_depth(self.cluster.num_ranks),
         )
 
     def _receive_with(self, progress: _Progress, place: int) -> None:

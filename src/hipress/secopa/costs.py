@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hipress.casync.graphs.graph import COMPUTING, Graph, Kind, Slot, Task, Verb
+from hipress.casync.graphs.graph import COMPUTING, MESSAGE_CLASS, Graph, Kind, Slot, Task, Verb
 from hipress.casync.graphs.shape import Shape
 from hipress.profile import CodecCosts
 
 FRAMES = frozenset({Kind.FRAME, Kind.PARTIAL, Kind.BACK})
-
-_CLASSES = {Kind.GRADIENT: 0, Kind.RAW: 0, Kind.FRAME: 1, Kind.PARTIAL: 2, Kind.BACK: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class _CostModel:
                     work_s=self.work_s(task) if computes else 0.0,
                     num_bytes=0.0 if computes else self.num_bytes(slot),
                     peer=(task.to or task.of or (-1,))[0],
-                    kind=_CLASSES.get(slot.kind, 0),
+                    kind=MESSAGE_CLASS.get(slot.kind, 0),
                     depth=task.depth,
                     num_needs=len(task.needs),
                     followers=tuple(behind),

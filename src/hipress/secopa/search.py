@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
+from hipress.casync.graphs.strategies import candidates
 from hipress.plan import Decision, Plan, plain_strategy
 from hipress.profile import GradientProfile, Profile
 from hipress.secopa.budget import Budget, exempt
 from hipress.secopa.simulate import Simulator
 
-STRATEGIES = ("ps", "ring")
+STRATEGIES = candidates()
 """Strategies that are tried unless the user names others."""
 
 WORTH = 0.002

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
+from hipress.casync.graphs import strategies
 from hipress.casync.graphs.grouping import GroupKey, grouped
 from hipress.casync.graphs.partitions import CHUNK_NUMEL, Partitioner, Placement
 from hipress.casync.graphs.shape import Shape
@@ -181,7 +182,7 @@ class Simulator:
     ) -> tuple[CostedGraph, ...]:
         key = (strategy, codec, tuple(g.numel for g in group), placements)
         if key not in self._graphs:
-            is_plain = strategy == "allreduce" and codec == "none"
+            is_plain = strategies.get(strategy).sums_in_transport(codec)
             none = next((costs for costs in self.profile.codecs if costs.codec == "none"), FREE)
             costs = none if codec == "none" else self.profile.codec(codec)
             shape = Shape(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hipress.casync.graphs.graph import Verb
+from hipress.casync.graphs.strategies.ring import MERGE_DEPTHS, PASS_DEPTHS
 from hipress.secopa.costs import CostedTask
 
 BEGIN = -1
@@ -17,10 +18,6 @@ BEGIN = -1
 
 Mirrors = dict[int, list[tuple[int, float]]]
 """The receives that come with each task, and how much later."""
-
-
-MERGE_DEPTHS, PASS_DEPTHS = 5, 2
-"""Depths of one hop around a ring: while ranks merge, and when the result is handed on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -201,7 +201,7 @@ class Auto:
             assert order is not None
             return order
         what = f"what comes after step {self._sync.step}"
-        text = json.loads(self._sync.engine.hear(self._order.number + 1, what))
+        text = json.loads(self._sync.engine.read_post(self._order.number + 1, what))
         order = Order(**text["order"])
         if "plan" in text:
             plan = Plan.model_validate(text["plan"])

@@ -87,7 +87,7 @@ def grouped(
                 gradients=inside,
                 placements=tuple(g.placements for g in inside) if inside[0].is_compressed else None,
                 spans=tuple(span for _, span in members),
-                wants_rate="momentum" in codec.init(torch.zeros(1)),
+                wants_rate="momentum" in codec.state_names,
                 wants_weights=optimizer_checks.decays(codec),
             )
         )

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine
-from hipress.casync.engine.recipe import RANDOM_KEYS, codes_local
+from hipress.casync.engine.recipe import codes_local
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.graph import Kind, Verb
-from hipress.codecs.base import Codec
+from hipress.codecs.base import WEIGHT, Codec
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def unsent(engine: Engine, gradient: Gradient) -> torch.Tensor:
     """What this rank must add to its gradient so that the mean over ranks has all of it."""
     parameter = gradient.parameter
     total = torch.zeros(parameter.numel(), device=parameter.device)
-    held = engine.keeper.whole(gradient.name, parameter.numel(), parameter.device)
+    held = engine.states.assemble(gradient.name, parameter.numel(), parameter.device)
     for (kind, merged, key), value in held.items():
         if key in UNSENT and _is_own(engine, gradient, kind, merged, key):
             total.add_(value, alpha=_factor(engine, gradient, kind, merged))
@@ -68,7 +68,7 @@ def save(sync: Sync) -> dict[str, Any]:
     if sync._engine is None:
         return found if sync.loaded is None else sync.loaded
     engine = sync._engine
-    engine.settle()
+    engine.wait_idle()
     engine.agree("state_dict", {"step": sync.step, "gradients": list(sync.gradients)})
     num_ranks = found["world_size"] = engine.transport.num_ranks
     found["hosts"] = _hosts(engine)
@@ -111,7 +111,7 @@ def load(sync: Sync, state: dict[str, Any]) -> None:
         _check_fit(sync, state, name, facts)
     owed = _owed(sync, state)
     if sync._engine is not None:
-        sync._engine.settle()
+        sync._engine.wait_idle()
         sync._engine.agree(
             "load_state_dict", {"step": state["step"], "world_size": state["world_size"]}
         )
@@ -120,7 +120,7 @@ def load(sync: Sync, state: dict[str, Any]) -> None:
     sync.owed = owed
     sync.loaded = state
     if sync._engine is not None:
-        sync._engine.keeper.clear()
+        sync._engine.states.clear()
     for gradient in sync.gradients.values():
         restore(sync, gradient)
 
@@ -137,7 +137,7 @@ def restore(sync: Sync, gradient: Gradient) -> None:
     choice = gradient.choice
     same = (choice.codec.name, choice.strategy) == (facts["codec"], facts["strategy"])
     same = same and state["world_size"] == engine.transport.num_ranks
-    if choice.strategy == "hierarchical":
+    if strategies.get(choice.strategy).has_host_stages:
         same = same and state["hosts"] == _hosts(engine)
     if same:
         _restore_exactly(engine, gradient, state)
@@ -150,10 +150,10 @@ def _restore_exactly(engine: Engine, gradient: Gradient, state: dict[str, Any]) 
     name = gradient.name
     own = state["ranks"][str(engine.transport.rank)][name]
     for key, held in own.items():
-        engine.keeper.offer(name, Kind.FRAME, 1, key, held)
+        engine.states.preload(name, Kind.FRAME, 1, key, held)
     for kind, merged in _roles(engine, gradient):
         for key, held in state["shared"][name].get(_role(kind, merged), {}).items():
-            engine.keeper.offer(name, kind, merged, key, held)
+            engine.states.preload(name, kind, merged, key, held)
 
 
 def _share_out(
@@ -166,7 +166,7 @@ def _share_out(
         sync.owed[name] = left.clone() if before is None else left + before.to(left.device)
     for key, held in mean.items():
         if key not in UNSENT:
-            engine.keeper.offer(name, Kind.FRAME, 1, key, held)
+            engine.states.preload(name, Kind.FRAME, 1, key, held)
 
 
 def _check(state: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ def _gathered(
     """What all ranks remember of a gradient: by worker, shared, and what it comes to."""
     numel, num_ranks = gradient.parameter.numel(), engine.transport.num_ranks
     codec, device = gradient.choice.codec, gradient.parameter.device
-    held = engine.keeper.whole(gradient.name, numel, device)
+    held = engine.states.assemble(gradient.name, numel, device)
     blank = torch.zeros(numel, device=device)
     workers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_ranks)]
     shared: dict[str, dict[str, torch.Tensor]] = {}
@@ -279,7 +279,7 @@ def _is_own(engine: Engine, gradient: Gradient, kind: Kind, merged: int, key: st
     """Whether this rank counts for what is remembered: all ranks were offered what is shared."""
     if kind is Kind.FRAME or engine.transport.rank == 0:
         return True
-    return engine.keeper.offered(gradient.name, kind, merged, key) is None
+    return engine.states.preloaded(gradient.name, kind, merged, key) is None
 
 
 def _add(mean: dict[str, torch.Tensor], key: str, value: torch.Tensor, share: float) -> None:
@@ -289,7 +289,7 @@ def _add(mean: dict[str, torch.Tensor], key: str, value: torch.Tensor, share: fl
 
 def _memory(codec: Codec) -> list[str]:
     """What a codec remembers of each element; parameters that it only looks at are not saved."""
-    return [key for key in codec.init(torch.zeros(1)) if key not in (*RANDOM_KEYS, "weight")]
+    return [name for name in codec.state_names if name != WEIGHT]
 
 
 def _roles(engine: Engine, gradient: Gradient) -> list[tuple[Kind, int]]:
@@ -315,9 +315,8 @@ def _factor(
         return len(engine.hosts)
     if kind is Kind.PARTIAL:
         return merged
-    if gradient.choice.strategy == "hierarchical":
-        return engine.hosts.count(engine.hosts[engine.transport.rank if rank is None else rank])
-    return 1
+    strategy = strategies.get(gradient.choice.strategy)
+    return strategy.num_gradients(engine.hosts, engine.transport.rank if rank is None else rank)
 
 
 def _all_gather(sync: Sync, own: torch.Tensor) -> list[torch.Tensor]:

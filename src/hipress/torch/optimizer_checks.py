@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from hipress.codecs.base import Codec
+from hipress.codecs.base import WEIGHT, Codec
 
 
 def has_momentum(codec: Codec) -> bool:
     """Whether a codec sends the momentum of gradients."""
-    return bool(set(codec.init(torch.zeros(1))) & {"momentum", "velocity"})
+    return bool({"momentum", "velocity"}.intersection(codec.state_names))
 
 
 def decays(codec: Codec) -> bool:
     """Whether a codec adds weight decay before it accumulates."""
-    return "weight" in codec.init(torch.zeros(1))
+    return WEIGHT in codec.state_names
 
 
 def warnings(

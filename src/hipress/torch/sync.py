@@ -163,7 +163,7 @@ class Sync:
                 check_path(path)
         except UsageError as error:
             problem = str(error)
-        problem = engine.agree("timeline", {"steps": steps}, told=problem)[0]
+        problem = engine.agree("timeline", {"steps": steps}, share=problem)[0]
         if problem is not None:
             raise UsageError(problem)
         if self._tracer is None:
@@ -367,7 +367,7 @@ class Sync:
                 if (owed := self.owed.pop(gradient.name, None)) is not None:
                     values.add_(owed.to(values.device))
                 if flush and gradient.is_compressed:
-                    engine.settle()
+                    engine.wait_idle()
                     values.add_(checkpoint.unsent(engine, gradient))
             if flush:
                 engine.forget(group.names)
@@ -457,7 +457,7 @@ class Sync:
         is_taken = self.auto is None or self.auto.loses_offers
         if self.loaded is not None and self.step > self.settings.warmup_steps and is_taken:
             self.loaded = None
-            self.engine.keeper.forget_offers()
+            self.engine.states.drop_preloaded()
         if self._tracer is not None:
             self._tracer.on_step_end()
         every = self.settings.log_every
@@ -525,8 +525,8 @@ class Sync:
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         if scale != self.scale:
             ratio = scale / self.scale
-            self.engine.settle()
-            self.engine.keeper.scale(ratio)
+            self.engine.wait_idle()
+            self.engine.states.scale(ratio)
             for owed in self.owed.values():
                 owed.mul_(ratio)
         self.scale = scale

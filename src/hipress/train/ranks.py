@@ -48,7 +48,7 @@ class Ranks:
         self.rank, self.num_ranks = rank, num_ranks
         self._store = PrefixStore("hipress/train", store)
         self._timeout_s = settings.timeout_s()
-        self._council = Agreement(self._store, rank, num_ranks, self._timeout_s)
+        self._agreement = Agreement(self._store, rank, num_ranks, self._timeout_s)
         self._num_waits = 0
         self._device = torch.device("cpu")
 
@@ -80,7 +80,7 @@ class Ranks:
             found.append(work())
         except (UsageError, MissingDependencyError) as error:
             refusal = str(error)
-        told = self._council.agree(what, {}, told=refusal)
+        told = self._agreement.agree(what, {}, share=refusal)
         for rank, text in enumerate(told):
             if text is not None:
                 raise JointError(text if len(set(told)) == 1 else f"rank {rank}: {text}")
@@ -88,7 +88,7 @@ class Ranks:
 
     def compare(self, what: str, facts: dict[str, Any]) -> None:
         """Raise an AgreementError on all ranks where one has other facts than rank 0."""
-        self._council.agree(what, facts)
+        self._agreement.agree(what, facts)
 
     def by_first(self, work: Callable[[], None]) -> None:
         """Let rank 0 work alone, however long it takes; the others wait as long as it lives.
