@@ -250,7 +250,7 @@ def test_the_check_of_private_names_lets_the_allowed_pass(use):
         ("hipress.casync.engine.engine", "from hipress import secopa", "(public)"),
         ("hipress.casync.engine.engine", "from hipress.secopa import cost", "(secopa)"),
         ("hipress.casync.graphs.graph", "from hipress.casync import executor", "(casync)"),
-        ("hipress.secopa.cost", "from hipress.casync.engine.executor import Executor", "(casync)"),
+        ("hipress.secopa.cost", "from hipress.casync.engine.executors import Executor", "(casync)"),
         ("hipress.secopa.cost", "from hipress import codecs", "(codecs)"),
         ("hipress.secopa.cost", "import torch.distributed", "does without"),
         ("hipress.torch", "from hipress.train import job", "(train)"),
@@ -267,7 +267,7 @@ def test_the_check_of_private_names_lets_the_allowed_pass(use):
     ],
 )
 def test_the_import_check_can_fail(module, source, complaint):
-    sources = {"hipress.codecs": "", "hipress.casync.engine.executor": "", module: source}
+    sources = {"hipress.codecs": "", "hipress.casync.engine.executors": "", module: source}
     found = violations(sources)
     assert len(found) == 1
     assert complaint in found[0]

@@ -1,7 +1,7 @@
-"""A profile: what links, codecs and a model's backward cost, as measured; frozen, with a version.
+"""A profile: the measured costs of links, codecs and a model's backward; frozen, with a version.
 
-Work is in seconds of one core of the host, or of the GPU; time that a message takes on its way is
-in seconds of the clock. Every cost is an affine curve, with how far measured points lie from it.
+Work is in seconds of one core of the host, or of the GPU; the time of a message on its way is in
+seconds of the clock. Every cost is an affine curve, with the distance of measured points from it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ VERSION = 1
 
 
 def version_of(found: object, other: str = "") -> int:
-    """The version that a document says it has, before anything else of it is read: a newer one may
-    have fields that would be refused. 0 where it says none, and where it is another document.
+    """Returns the version of a document before anything else of it is read: a newer one may have
+    fields that would be refused. It is 0 if there is none, or if it is another kind of document.
 
     Args:
-        found: Its text, or what that holds.
+        found: The document's text, or its parsed content.
         other: A field that only another kind of document has.
 
     Example:
@@ -59,53 +59,49 @@ class Curve(_Value):
     fixed: float = Field(ge=0)
     slope: float = Field(ge=0)
     error: float = Field(default=0.0, ge=0)
-    """The median of what points lie beside the curve, as a share of their value."""
+    """The median distance of points from the curve, as a share of their value."""
 
     def at(self, x: float) -> float:
-        """The value for x."""
+        """Returns the value for x."""
         return self.fixed + self.slope * x
 
     @classmethod
     def fit(cls, points: Iterable[tuple[float, float]]) -> Curve:
-        """The curve with the least squares of *relative* error: small x count as much as large.
+        """Fits a curve by least squares of the *relative* error: small x count as much as large.
 
         Neither part is negative: a curve that would start below zero starts at zero.
         """
-        found = [(float(x), float(y)) for x, y in points]
-        weights = [1.0 / max(y, 1e-12) ** 2 for _, y in found]
-        total = sum(weights)
-        mean_x = sum(w * x for w, (x, _) in zip(weights, found, strict=True)) / total
-        mean_y = sum(w * y for w, (_, y) in zip(weights, found, strict=True)) / total
-        spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, found, strict=True))
-        shared = sum(
-            w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, found, strict=True)
-        )
+        found = [(1.0 / max(float(y), 1e-12) ** 2, float(x), float(y)) for x, y in points]
+        total = sum(w for w, _, _ in found)
+        mean_x = sum(w * x for w, x, _ in found) / total
+        mean_y = sum(w * y for w, _, y in found) / total
+        spread = sum(w * (x - mean_x) ** 2 for w, x, _ in found)
+        shared = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in found)
         slope = max(shared / spread, 0.0) if spread > 0 else 0.0
         fixed = mean_y - slope * mean_x
         if fixed < 0:
-            square = sum(w * x * x for w, (x, _) in zip(weights, found, strict=True))
-            slope = sum(w * x * y for w, (x, y) in zip(weights, found, strict=True)) / square
+            slope = sum(w * x * y for w, x, y in found) / sum(w * x * x for w, x, _ in found)
             fixed = 0.0
-        beside = [abs(fixed + slope * x - y) / max(y, 1e-12) for x, y in found]
-        return cls(fixed=fixed, slope=slope, error=statistics.median(beside))
+        errors = [abs(fixed + slope * x - y) / max(y, 1e-12) for _, x, y in found]
+        return cls(fixed=fixed, slope=slope, error=statistics.median(errors))
 
 
 class CodecCosts(_Value):
-    """What one codec costs on one kind of device; x is a number of elements."""
+    """The costs of one codec on one kind of device; x is a number of elements."""
 
     codec: str
     encode: Curve
-    """Work: a worker's gradient into a frame, its state brought up to date."""
+    """Work to encode a worker's gradient into a frame and to update its state."""
     decode: Curve
-    """Work: the frame of the way back into the gradient."""
+    """Work to decode the frame with the mean into the gradient."""
     add: Curve
-    """Work: one worker's frame added to a sum."""
+    """Work to add one worker's frame to a sum."""
     back: Curve
-    """Work: the mean into the frame of the way back."""
+    """Work to encode the mean into the frame that is sent back."""
     wire: Curve
     """Bytes of a worker's frame."""
     back_wire: dict[int, Curve] = Field(min_length=1)
-    """Bytes of the frame of the way back, by the number of workers whose mean is in it."""
+    """Bytes of the frame that is sent back, by the number of workers whose mean is in it."""
     chunk_numel: int = Field(
         ge=1,
         validation_alias=AliasChoices("piece_numel", "chunk_numel"),
@@ -117,11 +113,11 @@ class CodecCosts(_Value):
     codes_local: bool
     """Whether a rank's own gradient passes its codec before a ring merges it."""
     error: float = 0.0
-    """Of one message of normal noise, as a share of its norm, error feedback apart."""
+    """The error of a message of normal noise, as a share of its norm, without error feedback."""
 
     def back_bytes(self, numel: float, num_workers: int) -> float:
-        """Bytes of the frame that holds the mean of some workers; between known numbers of them
-        a straight line."""
+        """Returns the bytes of the frame with the mean of some workers, interpolated between known
+        numbers of them."""
         known = sorted(self.back_wire)
         place = bisect_left(known, num_workers)
         if place == len(known):
@@ -136,7 +132,7 @@ class CodecCosts(_Value):
 
 
 class Pair(_Value):
-    """The link from one rank to another, used by nobody else."""
+    """The link from one rank to another while no other link is used."""
 
     sender: int
     receiver: int
@@ -151,25 +147,25 @@ class Network(_Value):
     hosts: tuple[int, ...] = Field(min_length=1)
     """The host of each rank."""
     latency_s: float = Field(ge=0)
-    """From a send to its arrival, of an empty message."""
+    """Seconds from the send of an empty message to its arrival."""
     bytes_per_s: float = Field(gt=0)
-    """That each rank sends, and receives, while all do."""
+    """Bytes per second that each rank sends, and receives, while all ranks do."""
     rate_bits: int | None = Field(default=None, gt=0)
-    """Bits per second that the link is sold as, or shaped to; None where that is not known."""
+    """Nominal bits per second of the link; None if they are not known."""
     error: float = 0.0
-    """Of the latency and the bytes per second, as a share."""
+    """The error of the latency and the bytes per second, as a share."""
     local_bytes_per_s: float | None = Field(default=None, gt=0)
-    """The same between ranks of one host, where hosts have several."""
+    """The same between ranks of one host, if hosts have several."""
     message_work_s: float = Field(default=0.0, ge=0)
-    """Work on the host to send a message and to take it in, shared by both ends."""
+    """Work of both hosts to send a message and to receive it."""
     byte_work_s: float = Field(default=0.0, ge=0)
-    """Work on the host for each byte sent and taken in; the network takes it before others do."""
+    """Work of both hosts for each byte; it has priority over other work."""
     all_reduce: Curve
-    """Seconds of the transport's own all-reduce of x bytes, with nothing else under way."""
+    """Seconds of the transport's own all-reduce of x bytes while nothing else is under way."""
     all_gather: Curve | None = None
     """Seconds of an all-gather of x bytes from each rank."""
     pairs: tuple[Pair, ...] = ()
-    """Each link by itself; for people, and to see a slow host."""
+    """Each link by itself, for people, e.g. to find a slow host."""
 
     @property
     def num_ranks(self) -> int:
@@ -178,20 +174,20 @@ class Network(_Value):
 
 
 class Machine(_Value):
-    """What ranks compute on."""
+    """The hardware that ranks compute on."""
 
     name: str = ""
-    """Of the processor or GPU."""
+    """The name of the CPU or GPU."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
     cores: float = Field(gt=0)
-    """Of the host, that ranks share."""
+    """Cores of the host, which its ranks share."""
     num_ranks: int = Field(ge=1)
-    """That share them."""
+    """Ranks that share the host."""
     num_device_ranks: int = Field(default=1, ge=1)
-    """That share one GPU."""
+    """Ranks that share one GPU."""
     exchange_threads: int = Field(default=1, ge=1)
-    """That encode and decode on each rank."""
+    """Threads of each rank that encode and decode."""
 
 
 class GradientProfile(_Value):
@@ -201,9 +197,9 @@ class GradientProfile(_Value):
     numel: int = Field(ge=0)
     dims: int = Field(default=2, ge=0)
     ready_s: float = Field(ge=0)
-    """Work of backward before it is there."""
+    """Work of backward before the gradient is ready."""
     errors: dict[str, float] = Field(default_factory=dict)
-    """By codec: of one message of this gradient, as a share of its norm."""
+    """By codec, the error of one message of this gradient, as a share of its norm."""
 
 
 class ModelProfile(_Value):
@@ -216,19 +212,19 @@ class ModelProfile(_Value):
     forward_s: float = Field(ge=0)
     """Work before backward begins."""
     backward_s: float = Field(ge=0)
-    """Work of backward, to its end."""
+    """Work of the whole backward."""
     rest_s: float = Field(default=0.0, ge=0)
-    """Work behind backward: the optimizer, and what comes before the next forward."""
+    """Work after backward: the optimizer, and all before the next forward."""
     threads: float = Field(default=1.0, gt=0)
-    """Cores that the model keeps busy, if it gets them."""
+    """Cores that the model can keep busy."""
     error: float = 0.0
-    """How much a step differs from another, as a share."""
+    """How much steps differ from each other, as a share."""
     gradients: tuple[GradientProfile, ...]
-    """In the order in which backward makes them."""
+    """In the order in which backward computes them."""
     buckets: tuple[tuple[str, ...], ...] = ()
-    """Names of gradients as DDP puts them together, in its order; by its defaults if empty."""
+    """Names of the gradients of each DDP bucket, in its order; by DDP's defaults if empty."""
     bucket_mb: float | None = Field(default=None, gt=0)
-    """Of DDP, in MiB; None is its default: 25, the first 1."""
+    """Size of DDP's buckets in MiB; None stands for its default: 25, and 1 for the first."""
 
     @model_validator(mode="after")
     def _check_names(self) -> ModelProfile:
@@ -250,26 +246,26 @@ class ModelProfile(_Value):
 
     @property
     def num_elements(self) -> int:
-        """Of all gradients."""
+        """The number of elements of all gradients."""
         return sum(gradient.numel for gradient in self.gradients)
 
 
 class Profile(_Value):
-    """All that was measured, on one cluster, for at most one model."""
+    """All measurements on one cluster, for at most one model."""
 
     version: int = Field(default=VERSION, ge=1)
     made: str = ""
-    """When, where and with which versions; for people."""
+    """When, where and with which versions it was made, for people."""
     machine: Machine
     network: Network
     codecs: tuple[CodecCosts, ...] = ()
     model: ModelProfile | None = None
 
     def codec(self, name: str) -> CodecCosts:
-        """What a codec costs.
+        """Returns the costs of a codec.
 
         Raises:
-            UsageError: It was not measured.
+            UsageError: The codec was not measured.
         """
         for costs in self.codecs:
             if costs.codec == name:
@@ -281,16 +277,15 @@ class Profile(_Value):
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON."""
+        """Writes the profile as JSON."""
         Path(path).write_text(self.model_dump_json(indent=1, by_alias=True) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Reads one from a file.
+        """Reads a profile from a file.
 
         Raises:
-            UsageError: There is no such file, it is no profile, or of a version this reader does
-                not know.
+            UsageError: The file cannot be read, is no profile, or has a newer version.
         """
         try:
             text = Path(path).read_bytes()
@@ -303,7 +298,7 @@ class Profile(_Value):
 
     @classmethod
     def parse(cls, text: str | bytes, name: str = "given") -> Profile:
-        """Reads one from its JSON text; `name` names it in errors."""
+        """Reads a profile from its JSON text; `name` names it in errors."""
         version = version_of(text, other="gradients")
         if version > VERSION:
             raise UsageError(
@@ -316,7 +311,8 @@ class Profile(_Value):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
             why = first["msg"].removeprefix("Value error, ")
-            if b'"gradients"' in _bytes(text) and b'"network"' not in _bytes(text):
+            content = text.encode() if isinstance(text, str) else text
+            if b'"gradients"' in content and b'"network"' not in content:
                 where, why = "the file", "this is a plan"
             raise UsageError(
                 f"profile {name} is not a profile: {where}: {why}; make one with "
@@ -324,10 +320,5 @@ class Profile(_Value):
             ) from error
 
 
-def _bytes(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text
-
-
 def _twice(names: Sequence[str]) -> str | None:
-    """The first name that is there a second time."""
     return next((name for name, count in Counter(names).items() if count > 1), None)

@@ -62,11 +62,11 @@ def test_many_ranks_are_cut_short():
     assert ranks == list(range(1, 20))
 
 
-# --- the council ----------------------------------------------------------------------------------
+# --- the store -----------------------------------------------------------------------------------
 
 
-def council(num_ranks, call, *, timeout_s=5.0, absent=()):
-    """What `call(council, rank)` gives on every rank but the absent, or the error; and seconds."""
+def agreed(num_ranks, call, *, timeout_s=5.0, absent=()):
+    """What `call(agreement, rank)` gives on each rank but the absent, or the error; and seconds."""
     store = HashStore()
     found = {}
 
@@ -89,20 +89,20 @@ def council(num_ranks, call, *, timeout_s=5.0, absent=()):
 
 
 def test_what_each_is_told_comes_to_all():
-    found = council(4, lambda c, rank: c.agree("tea", {"cups": (1, 2)}, told=f"host{rank % 2}"))
+    found = agreed(4, lambda c, rank: c.agree("tea", {"cups": (1, 2)}, share=f"host{rank % 2}"))
     assert {tuple(result) for result, _ in found.values()} == {("host0", "host1", "host0", "host1")}
 
 
 def test_occasions_do_not_meet():
     def call(c, rank):
-        return [c.agree(f"round {k}", {"k": k}, told=[rank, k]) for k in range(5)]
+        return [c.agree(f"round {k}", {"k": k}, share=[rank, k]) for k in range(5)]
 
-    for result, _ in council(3, call).values():
+    for result, _ in agreed(3, call).values():
         assert result == [[[rank, k] for rank in range(3)] for k in range(5)]
 
 
 def test_a_difference_is_raised_on_every_rank():
-    found = council(4, lambda c, rank: c.agree("tea", {"sugar": int(rank == 2)}))
+    found = agreed(4, lambda c, rank: c.agree("tea", {"sugar": int(rank == 2)}))
     for result, _ in found.values():
         assert isinstance(result, AgreementError)
         assert result.ranks == (2,)
@@ -110,7 +110,7 @@ def test_a_difference_is_raised_on_every_rank():
 
 
 def test_another_call_is_named_before_its_facts():
-    found = council(2, lambda c, rank: c.agree(f"allreduce of {rank}", {"x": rank, f"y{rank}": 0}))
+    found = agreed(2, lambda c, rank: c.agree(f"allreduce of {rank}", {"x": rank, f"y{rank}": 0}))
     for result, _ in found.values():
         assert isinstance(result, AgreementError)
         assert "call ('allreduce of 0' on rank 0, 'allreduce of 1' on rank 1)" in str(result)
@@ -121,7 +121,7 @@ def test_another_call_is_named_before_its_facts():
 )
 def test_a_rank_that_never_comes_is_named_in_time(absent, monkeypatch):
     monkeypatch.setattr(agreement, "GRACE_S", 1.0)
-    found = council(4, lambda c, rank: c.agree("tea", {}), timeout_s=1.0, absent=absent)
+    found = agreed(4, lambda c, rank: c.agree("tea", {}), timeout_s=1.0, absent=absent)
     assert len(found) == 4 - len(absent)
     for result, seconds in found.values():
         assert isinstance(result, PeerError)

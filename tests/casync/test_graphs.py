@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hipress.casync.graphs import lowering, partitions, strict
 from hipress.casync.graphs.graph import COMPUTING, Kind, Verb
-from hipress.casync.graphs.strategies import STRATEGIES, Cluster, build
+from hipress.casync.graphs.strategies import STRATEGIES, Cluster, build, candidates, get
 from hipress.errors import UsageError
 
 LOWERINGS = {
@@ -508,3 +508,22 @@ def test_pipelining_off_is_off_without_tags_too():
     verbs = [task.verb for task in off.tasks]
     last = max(k for k, verb in enumerate(verbs) if verb is Verb.ENCODE)
     assert last < min(k for k, verb in enumerate(verbs) if verb is Verb.EXCHANGE)
+
+
+def test_what_a_strategy_says_of_itself():
+    """Catches: a table line under another name, a field that no longer fits the graphs."""
+    assert all(get(name).name == name for name in STRATEGIES)
+    hosts = (0, 0, 1)
+    for name, strategy in STRATEGIES.items():
+        raw = graphs_of(name, hosts, [0, 1], raw=True)
+        moves_raw = any(
+            s.kind is Kind.GRADIENT for g in raw for t in g.tasks if t.to for s in t.reads
+        )
+        assert strategy.has_host_stages == moves_raw
+        assert [strategy.num_gradients(hosts, rank) for rank in range(3)] == (
+            [2, 2, 1] if moves_raw else [1, 1, 1]
+        )
+        assert strategy.sums_in_transport("none") == (name == "allreduce")
+        assert not strategy.sums_in_transport("onebit")
+    assert candidates() == candidates((0, 1)) == ("ps", "ring")
+    assert candidates(hosts) == ("ps", "ring", "hierarchical")

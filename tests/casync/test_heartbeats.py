@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from hipress.casync.engine.transport import LinkError
-from hipress.casync.ranks.heartbeats import Health
+from hipress.casync.ranks.heartbeats import Heartbeats
 from hipress.errors import FrameError, PeerError
 from tests.grid import thinned
 
@@ -22,7 +22,7 @@ class Ward:
         self.errors = {}
         self.told = threading.Condition()
         self.ranks = [
-            Health(self.store, rank, num_ranks, timeout_s, on_failure=self.note(rank))
+            Heartbeats(self.store, rank, num_ranks, timeout_s, on_failure=self.note(rank))
             for rank in range(num_ranks)
         ]
 
@@ -138,7 +138,7 @@ def test_a_store_that_is_gone_is_blamed_on_rank_0():
             return getattr(self.store, name)
 
     store, told = Gone(), []
-    health = Health(store, 1, 2, 1.0, on_failure=told.append)
+    health = Heartbeats(store, 1, 2, 1.0, on_failure=told.append)
     store.is_gone = True
     found = health.explain(LinkError("Connection reset"))
     assert isinstance(found, PeerError) and found.ranks == (0,)

@@ -13,7 +13,7 @@ import torch
 
 import hipress
 from hipress.casync.engine.engine import Options
-from hipress.casync.engine.executor import Executor
+from hipress.casync.engine.executors import Executor
 from hipress.casync.engine.loopback import Hub, Loopback
 from hipress.casync.graphs import partitions
 from hipress.casync.graphs.graph import Kind
@@ -161,7 +161,7 @@ def test_the_sum_is_n_times_the_mean(strategy, codec, num_ranks):
 def residual_of(engine, name, kind, numel):
     """The residual of one kind of frame on this rank, zero where others hold it."""
     whole = torch.zeros(numel, dtype=torch.float64)
-    for key, state in engine.keeper.of(name).items():
+    for key, state in engine.states.partitions_of(name).items():
         if key.kind is kind and "residual" in state:
             whole[key.start : key.stop] += state["residual"].double()
     return whole
@@ -238,7 +238,7 @@ def test_a_bad_number_reaches_every_rank_and_no_residual(codec, strategy):
                 value[place] = number
             engine.allreduce([value], codec=codec, strategy=strategy, name="w").wait()
             results.append(value)
-        memory = [held for _, state in engine.keeper for held in state.values()]
+        memory = [held for _, state in engine.states for held in state.values()]
         return results, all(held.isfinite().all() for held in memory)
 
     for results, clean in run(3, work, hosts=HOSTS):
@@ -708,8 +708,7 @@ def damaging(which):
 def test_a_damaged_frame_is_refused_and_all_ranks_hear_of_it(strategy, ordered, monkeypatch):
     monkeypatch.setattr("tests.casync.harness.Loopback", damaging(2))
     # Receivers that wait for what will not come keep a close that long.
-    for module in ("executor", "ordered"):
-        monkeypatch.setattr(f"hipress.casync.{module}.CLOSE_S", 0.2)
+    monkeypatch.setattr("hipress.casync.engine.executors.CLOSE_S", 0.2)
     # Whoever needs nothing from the damaged frame hears of it in its next step.
     work = sync_all("onebit", strategy, steps=3, sizes=((1000,),))
     began = time.monotonic()
@@ -727,7 +726,7 @@ def test_a_damaged_frame_is_refused_and_all_ranks_hear_of_it(strategy, ordered, 
 
 def test_after_a_failure_every_call_fails_at_once(monkeypatch):
     monkeypatch.setattr("tests.casync.harness.Loopback", damaging(1))
-    monkeypatch.setattr("hipress.casync.engine.executor.CLOSE_S", 0.2)
+    monkeypatch.setattr("hipress.casync.engine.executors.CLOSE_S", 0.2)
 
     def work(engine, rank):
         errors = []

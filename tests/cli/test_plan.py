@@ -11,7 +11,7 @@ from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Curve, GradientProfile, ModelProfile, Profile
 from tests.secopa import vgg19
-from tests.secopa.test_published import profile
+from tests.secopa.test_planner import profile
 
 
 def run(*argv):
@@ -122,7 +122,10 @@ def test_json_alone_is_on_stdout(capsys):
         ([*PRESET, "--profile", "profile.json"], "needs curves, from one place"),
         ([*PRESET, "--nnodes", "6"], "measured on 4, 8 and 16 nodes, not on 6; give --nnodes 4"),
         ([*PRESET, "--topology", "TREE"], "topology 'TREE' is none of PS, RING; choose one."),
-        ([*PRESET, "--ratio", "2"], "ratio is 2, compressed size by size"),
+        (
+            [*PRESET, "--ratio", "2"],
+            "ratio is 2; the compressed size divided by the size must be above 0",
+        ),
         ([*PRESET, "--codec", "onebit"], "--codec onebit acts on --profile"),
         ([*PUBLISHED, "--preset", "nsdi"], "preset 'nsdi' is none of sosp21; choose one."),
         ([*PRESET, "--codecs", "int8"], "--codecs int8 acts on a plan of the whole step"),

@@ -15,7 +15,6 @@ from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.loopback import Hub, Loopback
 from hipress.errors import PeerError
 from hipress.probe import cache, codec_costs, links
-from hipress.probe.codec_costs import Measured
 from hipress.profile import Network
 from tests.casync import harness
 from tests.casync.harness import outcomes, run
@@ -190,11 +189,11 @@ def counted(monkeypatch, tmp_path):
     calls: list[str] = []
     lock = threading.Lock()
 
-    def fake(name: str, *_: Any) -> Measured:
+    def fake(name: str, *_: Any) -> dict[str, Any]:
         with lock:
             calls.append(name)
         points = {verb: [(8, 1e-6), (1024, 2e-6)] for verb in cache.VERBS}
-        return Measured(name, points | {"error": [(8, 0.5)]})
+        return points | {"error": [(8, 0.5)]}
 
     monkeypatch.setattr(codec_costs, "_measure_one", fake)
     monkeypatch.setenv("HIPRESS_CACHE_DIR", str(tmp_path))
@@ -242,7 +241,7 @@ def test_a_damaged_file_is_measured_again(counted, damage: str):
 
 
 def test_an_error_while_measuring_reaches_the_caller(monkeypatch):
-    def broken(*_: Any) -> Measured:
+    def broken(*_: Any) -> dict[str, Any]:
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(codec_costs, "_measure_one", broken)

@@ -6,7 +6,7 @@ from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.profile import Profile
 from hipress.secopa.budget import CAREFUL, PASSED, Budget
-from hipress.secopa.search import Found, search, shortlist
+from hipress.secopa.search import SearchResult, search, shortlist
 from hipress.secopa.simulate import Simulator
 from tests.secopa.made_up import codec, profile
 
@@ -21,7 +21,7 @@ def made(**options: object) -> Profile:
     return profile(**{"codecs": CODECS, **options})  # type: ignore[arg-type]
 
 
-def codecs_of(found: Found) -> set[str]:
+def codecs_of(found: SearchResult) -> set[str]:
     return {decision.codec for decision in found.plan.gradients.values()}
 
 

@@ -10,8 +10,7 @@ from hipress.casync.graphs.shape import Shape
 from hipress.errors import UsageError
 from hipress.plan import Decision
 from hipress.profile import Profile
-from hipress.secopa import simulate
-from hipress.secopa.hardware import Clock, Line, Processor
+from hipress.secopa.hardware import Clock, Link, Processor
 from hipress.secopa.simulate import Simulator, ddp_buckets
 from tests.secopa.made_up import codec, profile
 
@@ -48,20 +47,20 @@ def test_work_on_several_threads_needs_as_many_cores():
 def test_what_the_network_takes_is_not_there_for_work():
     clock = Clock()
     processor = Processor(clock, 1.0)
-    line = Line(clock, 100.0, 1000.0, processor, byte_work_s=0.005)
-    line.carry(0, 1000.0, lambda share, last: None)
+    link = Link(clock, 100.0, 1000.0, processor, byte_work_s=0.005)
+    link.carry(0, 1000.0, lambda share, last: None)
     ends = []
     processor.work(1.0, lambda: ends.append(clock.now_s))
     clock.run()
     assert ends == pytest.approx([2.0])
 
 
-def test_connections_share_a_line():
+def test_connections_share_a_link():
     clock = Clock()
-    line = Line(clock, 100.0, 10.0, Processor(clock, 1.0))
+    link = Link(clock, 100.0, 10.0, Processor(clock, 1.0))
     ends = {}
     for name in (0, 1):
-        line.carry(name, 100.0, lambda share, last, name=name: ends.update({name: clock.now_s}))
+        link.carry(name, 100.0, lambda share, last, name=name: ends.update({name: clock.now_s}))
     clock.run()
     assert ends == pytest.approx({0: 1.9, 1: 2.0})
 
@@ -91,7 +90,7 @@ def test_a_codec_takes_its_share_of_the_wire(strategy):
 
 def test_backward_hides_what_it_has_time_for():
     made = profile(backward_s=10.0, rest_s=0.5)
-    step = Simulator(made).play(None)
+    step = Simulator(made).run(None)
     assert step.step_s == pytest.approx(10.5 + step.exposed_s)
     assert step.exposed_s < 0.6  # the last bucket alone
 
@@ -129,7 +128,7 @@ def test_a_profile_without_a_model_is_refused():
 @pytest.mark.parametrize("strategy", ["ps", "ring"])
 @pytest.mark.parametrize("num_ranks", [4, 8, 16])
 @pytest.mark.parametrize("num_layers", [16, 4])
-def test_one_rank_stands_for_all(monkeypatch, strategy, num_ranks, num_layers):
+def test_one_rank_stands_for_all(strategy, num_ranks, num_layers):
     made = profile(
         numels=(2**21,) * num_layers + (50_000,) * 6,
         backward_s=0.1,
@@ -139,10 +138,8 @@ def test_one_rank_stands_for_all(monkeypatch, strategy, num_ranks, num_layers):
         codecs=[codec("none", 1.0), codec("int8", 1 / 4, element_s=1e-9, task_s=1e-5)],
     )
     decisions = everything(made, "int8", strategy)
-    monkeypatch.setattr(simulate, "MOST_PLAYED", 1)
-    alone_s = Simulator(made, num_ranks).step_s(decisions)
-    monkeypatch.setattr(simulate, "MOST_PLAYED", 64)
-    all_s = Simulator(made, num_ranks).step_s(decisions)
+    alone_s = Simulator(made, num_ranks, most_simulated=1).step_s(decisions)
+    all_s = Simulator(made, num_ranks, most_simulated=64).step_s(decisions)
     # Few chunks do not divide among many ranks, so these are less alike.
     assert alone_s == pytest.approx(all_s, rel=0.05 if num_layers == 16 else 0.2)
 
@@ -157,7 +154,7 @@ def test_every_strategy_ends_with_any_number_of_ranks(strategy, num_ranks):
     assert simulator.step_s(everything(made, "onebit", strategy)) > 0
 
 
-def test_more_ranks_than_pieces_still_end():
+def test_more_ranks_than_partitions_still_end():
     made = profile(numels=(5000,))
     assert Simulator(made, 64).step_s(everything(made, "onebit", "ring")) > 0
 
@@ -167,7 +164,7 @@ def test_more_ranks_than_pieces_still_end():
 
 @pytest.mark.parametrize("name", ["none", "onebit", "int8", "dgc(ratio=0.001)"])
 @pytest.mark.parametrize("strategy", ["ps", "ring"])
-def test_it_plays_the_graph_that_the_engine_runs(name, strategy):
+def test_it_simulates_the_graph_that_the_engine_runs(name, strategy):
     numels, num_ranks = (3_000_000, 4096, 100, 70_000), 4
     made_by = hipress.codec(name)
     partitioner = Partitioner(num_ranks, bucket_numel=2**21)
@@ -209,8 +206,8 @@ def test_buckets_are_those_of_ddp():
 
 def test_what_happened_is_noted():
     made = profile(backward_s=0.1)
-    step = Simulator(made).play(everything(made, "onebit", "ps"), record=True)
-    verbs = {span.verb for span in step.played.spans}
+    step = Simulator(made).run(everything(made, "onebit", "ps"), record=True)
+    verbs = {span.verb for span in step.spans}
     assert verbs == {
         "forward",
         "backward",
@@ -221,29 +218,23 @@ def test_what_happened_is_noted():
         "merge",
         "decode",
     }
-    assert all(span.start_s <= span.end_s <= step.step_s + 1e-9 for span in step.played.spans)
-    sent = sum(
-        span.num_bytes or 0
-        for s in [step]
-        for span in s.played.spans
-        if span.verb == "send" and span.rank == 0
-    )
-    assert sent == pytest.approx(step.played.sent_bytes)
+    assert all(span.start_s <= span.end_s <= step.step_s + 1e-9 for span in step.spans)
+    sent = sum(span.num_bytes or 0 for span in step.spans if span.verb == "send" and span.rank == 0)
+    assert sent == pytest.approx(step.sent_bytes)
 
 
 @pytest.mark.parametrize("strategy", ["ps", "ring"])
-def test_one_rank_stands_for_all_of_a_model_with_few_slices(monkeypatch, strategy):
-    """Catches: hops between ranks that are not played, and so cost nothing."""
+def test_one_rank_stands_for_all_of_a_model_with_few_partitions(strategy):
+    """Catches: hops between ranks that are not simulated, and so cost nothing."""
     made = profile(
         numels=(2_000_000,),
         bytes_per_s=1e8,
         codecs=[codec("none", 1.0), codec("int8", 1 / 4, element_s=1e-9)],
     )
     decisions = {"g0": Decision(codec="int8", strategy=strategy, partitions=4)}
-    monkeypatch.setattr(simulate, "MOST_PLAYED", 1)
-    alone_s = Simulator(made, 16).step_s(decisions)
-    monkeypatch.setattr(simulate, "MOST_PLAYED", 64)
-    assert alone_s == pytest.approx(Simulator(made, 16).step_s(decisions), rel=0.15)
+    alone_s = Simulator(made, 16, most_simulated=1).step_s(decisions)
+    all_s = Simulator(made, 16, most_simulated=64).step_s(decisions)
+    assert alone_s == pytest.approx(all_s, rel=0.15)
 
 
 def test_fewer_ranks_have_more_of_their_machine():
@@ -265,5 +256,5 @@ def test_bytes_of_an_all_reduce_are_those_it_must_send():
     made = profile()
     slow = made.network.all_reduce.model_copy(update={"slope": 2 * made.network.all_reduce.slope})
     network = made.network.model_copy(update={"all_reduce": slow})
-    step = Simulator(made.model_copy(update={"network": network})).play(None)
-    assert step.played.sent_bytes == pytest.approx(2 * 3 / 4 * 16 * 2**20)
+    step = Simulator(made.model_copy(update={"network": network})).run(None)
+    assert step.sent_bytes == pytest.approx(2 * 3 / 4 * 16 * 2**20)

@@ -4,10 +4,8 @@ import pytest
 
 from hipress.errors import UsageError
 from hipress.profile import Curve
-from hipress.secopa.simulate import Simulator
-from hipress.secopa.timeline_of import traces
+from hipress.secopa.simulate import MOST_WHOLE, Simulator, traces
 from hipress.secopa.what_if import (
-    WholeCluster,
     on_own_machines,
     parse_rate,
     rate_text,
@@ -61,7 +59,7 @@ def test_own_machines_share_no_cores():
 
 
 def test_a_profile_without_none_can_leave_gradients_alone():
-    """Catches: a profile of compressed codecs only, on which nothing can be played."""
+    """Catches: a profile of compressed codecs only, on which nothing can be simulated."""
     made = with_plain(profile(codecs=[codec("onebit", 1 / 32)]))
     assert made.codec("none").wire.at(1) == 4
     assert with_plain(made) is made
@@ -75,10 +73,10 @@ def test_uniform_leaves_small_and_one_dimensional_gradients_alone():
     assert (flat["g0"].codec, flat["g0"].strategy) == ("none", "ps")  # as attach has it
 
 
-def test_a_whole_cluster_plays_every_rank_up_to_16():
-    """Catches: one rank that stands for all where all can be played."""
-    assert len(WholeCluster(profile(), 16).ranks) == 16
-    assert len(WholeCluster(profile(), 17).ranks) == 1
+def test_a_whole_cluster_simulates_every_rank_up_to_16():
+    """Catches: one rank that stands for all where all can be simulated."""
+    assert len(Simulator(profile(), 16, most_simulated=MOST_WHOLE).ranks) == 16
+    assert len(Simulator(profile(), 17, most_simulated=MOST_WHOLE).ranks) == 1
 
 
 @pytest.mark.parametrize(
@@ -116,12 +114,12 @@ def test_a_simulated_step_is_a_timeline_that_perfetto_takes():
         codecs=[codec("none", 1.0), codec("onebit", 1 / 32, element_s=1e-9)],
     )
     simulator = Simulator(made, 2)
-    played = simulator.play(uniform(made, "onebit", "ps"), record=True)
-    trace = chrome_trace(traces(played))
+    step = simulator.run(uniform(made, "onebit", "ps"), record=True)
+    trace = chrome_trace(traces(step))
     assert check_trace(trace) == []
     found = summary(trace)
     assert [one.rank for one in found] == [0, 1]
     assert found[0].verb_s["forward"] == pytest.approx(0.05)
     assert found[0].verb_s["encode"] > 0
     ends = [e["ts"] + e["dur"] for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert max(ends) * 1e-6 == pytest.approx(played.step_s, rel=1e-3)
+    assert max(ends) * 1e-6 == pytest.approx(step.step_s, rel=1e-3)

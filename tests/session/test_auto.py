@@ -19,8 +19,7 @@ from hipress.casync.ranks.agreement import KEPT_POSTS, Agreement
 from hipress.errors import PeerError, UsageError
 from hipress.lab import Lab
 from hipress.plan import Decision, Plan
-from hipress.probe.codec_costs import GPU_SIZES
-from hipress.probe.extent import SLOT_BYTES, Extent
+from hipress.probe.codec_costs import GPU_SIZES, SLOT_BYTES, Extent
 from hipress.profile import GradientProfile, Machine, ModelProfile
 from hipress.session import checkpoint, planner
 from hipress.session.adapter import GradientSpec
@@ -315,11 +314,11 @@ def test_posts_are_heard_in_order_and_dropped_later(monkeypatch):
     for number in range(1, last + 1):
         first.post(number, f"order {number}")
     for number in range(3, last + 1):
-        assert other.hear(number, "what is next") == f"order {number}"
+        assert other.read_post(number, "what is next") == f"order {number}"
     assert not any(store.check([f"post/{number}"]) for number in (0, 1, 2))
     monkeypatch.setattr(agreement, "GRACE_S", 0.1)
     with pytest.raises(PeerError, match=r"rank 0 did not say what is next within 0\.2 s") as caught:
-        other.hear(last + 1, "what is next")
+        other.read_post(last + 1, "what is next")
     assert caught.value.ranks == (0,)
 
 

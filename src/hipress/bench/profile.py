@@ -134,7 +134,7 @@ def _model(
         return made.step(batch)
 
     step_s = [step() for _ in range(WARM_UP_STEPS)][-1]
-    slowest_s = max(engine.agree("steps of the model", {}, told=step_s))
+    slowest_s = max(engine.agree("steps of the model", {}, share=step_s))
     num_steps = max(MIN_STEPS, min(MAX_STEPS, int(STEPS_S / max(slowest_s, 1e-6))))
     made.timer.steps.clear()
     buckets.clear()  # those of the first step are made anew

@@ -395,7 +395,7 @@ def prediction(
         ui.number("simulated\nms", "simulated_seconds", 1, 1e3),
         ui.number("error\n%", "error", 1, 100),
     ]
-    title = "Simulated and measured training steps"
+    title = "SimulatedStep and measured training steps"
     ui.print_table(title, columns, found, to_stderr=output.is_stdout)
     output.write(found)
     ui.report_problems(found)

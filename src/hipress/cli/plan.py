@@ -211,12 +211,10 @@ def _plan_step(path: Path, options: SearchOptions, output: Path) -> PlanReport:
             f"profile {str(path)!r} has no model, so there are no gradients to plan for; measure "
             "one with hipress profile --model."
         )
-    hosts, nodes = profile.network.hosts, options.nodes
-    names: tuple[str, ...] = ("ps", "ring")
+    nodes = options.nodes
+    names = strategies.candidates(profile.network.hosts)
     if options.strategy not in (None, "auto"):
         names = expressions(str(options.strategy))
-    elif len(set(hosts)) < len(hosts):
-        names += ("hierarchical",)
     for name in names:
         strategies.check(name)
     allowed = Budget.read(options.budget)

@@ -1,4 +1,4 @@
-"""Simulated sweeps: a profile, a number of ranks, and the codecs, strategies and plans to play."""
+"""SimulatedStep sweeps: a profile, a number of ranks, and the codecs, strategies and plans to play."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from hipress.cli.ui import number, text
 from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Profile
+from hipress.secopa.cluster import SimulatedStep
 from hipress.secopa.search import search
-from hipress.secopa.simulate import Simulated, Simulator
+from hipress.secopa.simulate import MOST_WHOLE, Simulator
 from hipress.secopa.sosp21.presets import Layer, spread_work
-from hipress.secopa.what_if import WholeCluster, uniform
+from hipress.secopa.what_if import uniform
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +53,7 @@ class Sweep:
     profile: Profile
     num_ranks: int
     codecs: tuple[str, ...] = ()
-    strategies: tuple[str, ...] = ("ps", "ring")
+    strategies: tuple[str, ...] = strategies.candidates()
     rate: str | None = None
     """As the user wrote it; None: as measured."""
     plan: Plan | None = None
@@ -68,7 +69,7 @@ class Sweep:
     @cached_property
     def simulator(self) -> Simulator:
         """The simulator of the cluster."""
-        return WholeCluster(self.profile, self.num_ranks)
+        return Simulator(self.profile, self.num_ranks, most_simulated=MOST_WHOLE)
 
     @property
     def num_choices(self) -> int:
@@ -80,12 +81,12 @@ class Sweep:
         self, on_part: Callable[[float], None] = lambda fraction: None
     ) -> list[dict[str, Any]]:
         """Returns a row for plain all-reduce, and one for each choice."""
-        plain = self.simulator.play(None)
+        plain = self.simulator.run(None)
         alone_s = Simulator(self.profile, 1).step_s(None)
         rows = [self._row("none", "allreduce", plain, plain, alone_s)]
         for done, (codec, strategy, plan) in enumerate(self._choices()):
             on_part(done / self.num_choices)
-            played = plain if plan is None else self.simulator.play(plan)
+            played = plain if plan is None else self.simulator.run(plan)
             rows.append(self._row(codec, strategy, played, plain, alone_s))
         return rows
 
@@ -95,14 +96,14 @@ class Sweep:
         Returns:
             What was simulated, in words.
         """
-        from hipress.secopa.timeline_of import traces
+        from hipress.secopa.simulate import traces
         from hipress.timeline import chrome_trace
 
         codec, strategy, plan = next(self._choices(), ("none", "allreduce", None))
-        played = self.simulator.play(plan, record=True)
+        played = self.simulator.run(plan, record=True)
         trace = chrome_trace(traces(played, device=self.profile.machine.device))
         path.write_text(json.dumps(trace) + "\n")
-        shown = len({span.rank for span in played.played.spans})
+        shown = len({span.rank for span in played.spans})
         stands = ", one of which stands for all" if shown < self.num_ranks else ""
         return f"{codec} {strategy or ''}".strip() + f" on {self.num_ranks} ranks{stands}"
 
@@ -125,7 +126,12 @@ class Sweep:
             yield PLAN, None, found.gradients if found.num_compressed else None
 
     def _row(
-        self, codec: str, strategy: str | None, played: Simulated, plain: Simulated, alone_s: float
+        self,
+        codec: str,
+        strategy: str | None,
+        played: SimulatedStep,
+        plain: SimulatedStep,
+        alone_s: float,
     ) -> dict[str, Any]:
         return {
             "nodes": self.num_ranks,
@@ -136,7 +142,7 @@ class Sweep:
             "step_s": played.step_s,
             "speedup": plain.step_s / played.step_s,
             "exposed_s": played.exposed_s,
-            "bytes_per_rank": played.played.sent_bytes,
+            "bytes_per_rank": played.sent_bytes,
             "efficiency": alone_s / played.step_s,
         }
 

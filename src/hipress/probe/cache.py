@@ -1,4 +1,4 @@
-"""What codecs were seen to cost on this machine before, in a file of the cache's folder."""
+"""The costs of codecs that were measured on this machine before, in a file of the cache folder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hipress.codecs.table import codec as named_codec
 from hipress.version import __version__
 
 Points = dict[str, list[tuple[int, float]]]
-"""By verb (encode, decode, add, back): elements, and seconds of one call."""
+"""By verb: elements, and seconds of one call."""
 VERBS = ("encode", "decode", "add", "back")
 ERROR = "error"
-"""Beside the verbs: elements of a message of normal noise, and its error."""
+"""A key beside the verbs: elements of a message of normal noise, and its error."""
 
 
 def last_phase(name: str) -> Codec:
-    """The codec that most of training uses, where its rate changes over time.
+    """Returns the codec that most of training uses, for one whose rate changes over time.
 
     Example:
         >>> last_phase("dgc(ratio=0.001, warmup=400)").wire_bytes(10**6)
@@ -35,14 +35,14 @@ def last_phase(name: str) -> Codec:
 
 
 class Cache:
-    """What was measured on this machine before, in a file of the cache's folder.
+    """What was measured on this machine before.
 
-    A file that is damaged, or cannot be written, counts as empty: all is measured again.
+    A file that is damaged, or cannot be written, counts as empty: everything is measured again.
 
     Args:
-        device: Of the gradients.
-        num_ranks: Workers whose mean goes back.
-        num_machine_ranks: Ranks that measured at once on a machine.
+        device: The device of the gradients.
+        num_ranks: The number of workers whose mean is sent back.
+        num_machine_ranks: Ranks that measure at once on a machine.
     """
 
     def __init__(self, device: torch.device, num_ranks: int, num_machine_ranks: int) -> None:
@@ -57,26 +57,26 @@ class Cache:
         )  # fmt: skip
 
     def load(self, names: Sequence[str]) -> dict[str, Points]:
-        """Those of the codecs that are known."""
+        """Returns what is known about some codecs."""
         held = self._read()
         found: dict[str, Points] = {}
         for name in names:
             points = held.get(self._key(name))
-            if isinstance(points, dict) and _sound(points):
+            if isinstance(points, dict) and _is_valid(points):
                 found[name] = points
         return found
 
     def save(self, measured: Mapping[str, Points]) -> None:
-        """Adds some, in place of what was there for them."""
+        """Writes measurements, replacing those of the same codecs."""
         held = self._read()
         held.update({self._key(name): points for name, points in measured.items()})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             fresh = Path(f"{self.path}.{os.getpid()}")
             fresh.write_text(json.dumps(held))
-            fresh.replace(self.path)  # at once: another job may read it
+            fresh.replace(self.path)  # atomic: another job may read it
         except OSError:
-            pass  # measured again next time
+            pass  # it is measured again next time
 
     def _key(self, name: str) -> str:
         codec = last_phase(name)
@@ -90,7 +90,7 @@ class Cache:
         return held if isinstance(held, dict) else {}
 
 
-def _sound(points: Mapping[str, Any]) -> bool:
+def _is_valid(points: Mapping[str, Any]) -> bool:
     try:
         for verb in (*VERBS, ERROR):
             for numel, seconds in points[verb]:
@@ -104,7 +104,7 @@ def _sound(points: Mapping[str, Any]) -> bool:
 
 
 def processor(device: torch.device) -> str:
-    """The name of the GPU, or of the processor."""
+    """Returns the name of the GPU, or of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

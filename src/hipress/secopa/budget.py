@@ -1,8 +1,8 @@
-"""How much error a plan may bring: which codecs it may use, and how far off each layer may be.
+"""How much error a plan may bring: which codecs it may use, and how large an error may be.
 
-The verdicts are those of `docs/convergence.md`. By default a plan uses codecs that passed there
-and that leave the optimizer as it is. A bound is on one message of a layer: what the message lacks,
-as a share of the gradient's norm; feedback sends that later.
+The verdicts on codecs are those of `docs/convergence.md`. By default a plan uses codecs that passed
+there and that leave the optimizer as it is. A bound limits the error of one message of a layer, as
+a share of the gradient's norm; error feedback sends the missing part later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hipress.errors import UsageError
 from hipress.profile import GradientProfile, Profile
 
 CAREFUL = ("bf16", "fp16", "int8")
-"""At most 1 % off in a message: no difference was seen with any model or optimizer."""
+"""A message has an error of at most 1 %; no difference was seen with any model or optimizer."""
 
 PASSED = (
     *CAREFUL,
@@ -29,16 +29,16 @@ PASSED = (
     "dithering(levels=8)",
     "minmax(bits=4)",
 )
-"""Within a point of accuracy on both data sets of the table. `dgc` and `momentum(...)` are too, but
-they bring momentum, which the optimizer must then leave to them: name them to have them."""
+"""Codecs within a point of accuracy on both data sets of the table. `dgc` and `momentum(...)` are
+too, but they apply momentum, which the optimizer must then not do; a user must name them."""
 
 MOMENTUM = re.compile(r"(dgc|momentum)\b")
-"""How codecs begin that bring momentum."""
+"""Matches the beginning of codecs that apply momentum."""
 
 BUDGETS = {"careful": CAREFUL, "table": PASSED}
 
 MIN_NUMEL = 4096
-"""Smaller gradients, and those of one dimension, are left alone: little to gain, much to lose."""
+"""Smaller gradients, and those of one dimension, are exempt: little to gain, much to lose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +53,18 @@ class Budget:
     """
 
     codecs: tuple[str, ...] | None = PASSED
-    """That may be used; None: any that was measured and brings no momentum."""
+    """Codecs that may be used; None stands for all that were measured and apply no momentum."""
     bound: float | None = None
-    """The most that a message of a layer may be off, as a share of the gradient's norm."""
+    """The largest error of a message, as a share of the gradient's norm."""
     name: str | None = None
-    """Of `BUDGETS`, where the user asked for one of them."""
+    """The name in `BUDGETS` if the user asked for one of them."""
 
     @classmethod
     def read(cls, given: str | float | None) -> Budget:
-        """A budget from what a user wrote: a name of the table, or a bound.
+        """Reads a budget as a user writes it: a name in `BUDGETS`, or a bound.
 
         Raises:
-            UsageError: It is neither.
+            UsageError: The value is neither.
         """
         if given is None:
             return cls()
@@ -82,10 +82,10 @@ class Budget:
         return cls(codecs=None, bound=bound)
 
     def check(self, asked: Sequence[str]) -> None:
-        """Refuses codecs that the user named beside a budget by name which does not have them.
+        """Checks codecs that the user named together with this budget.
 
         Raises:
-            UsageError: There is such a codec, or nothing but `none` is named.
+            UsageError: The budget has a name and lacks a codec, or only `none` is named.
         """
         if not set(asked) - {"none"}:
             raise UsageError(
@@ -101,14 +101,14 @@ class Budget:
                 )
 
     def allowed(self, profile: Profile, asked: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Codecs of a profile that may be used.
+        """Returns the codecs of a profile that may be used.
 
         Args:
-            profile: Where they were measured.
-            asked: Those that the user named, which then are the ones.
+            profile: A profile with costs of codecs.
+            asked: The codecs that the user named; if there are any, they are the result.
 
         Raises:
-            UsageError: One that was named is not in the profile, or not in the budget.
+            UsageError: A codec that was named is not in the profile, or not in the budget.
         """
         if asked is not None:
             self.check(asked)
@@ -121,12 +121,12 @@ class Budget:
         return tuple(name for name in measured if name in self.codecs)
 
     def reason(self, gradient: GradientProfile, codec: str, error: float) -> str:
-        """Why a codec may not be used for a gradient; empty if it may.
+        """Returns why a codec may not be used for a gradient; empty if it may.
 
         Args:
-            gradient: Which.
-            codec: Which.
-            error: Of the codec on noise, for gradients that it was not tried on.
+            gradient: The gradient.
+            codec: The codec.
+            error: The codec's error on noise, for gradients on which it was not measured.
         """
         off = gradient.errors.get(codec, error)
         if self.bound is not None and off > self.bound:
@@ -134,10 +134,21 @@ class Budget:
         return ""
 
 
-def exempt(gradient: GradientProfile) -> str:
-    """Why a gradient is left alone whatever it would gain; empty if it is not."""
-    if gradient.dims < 2:
+def exempt(dims: int, numel: int, min_size: int | None = None) -> str:
+    """Returns why a gradient is not compressed whatever it would gain; empty if it may be.
+
+    Args:
+        dims: The number of its dimensions.
+        numel: The number of its elements.
+        min_size: The least number of elements that the user asked for; `MIN_NUMEL` if None.
+
+    Example:
+        >>> exempt(1, 10**6), exempt(2, 100, min_size=1000), exempt(2, 10**6)
+        ('one dimension (norm or bias)', '100 elements, fewer than min_size=1000', '')
+    """
+    if dims < 2:
         return "one dimension (norm or bias)"
-    if gradient.numel < MIN_NUMEL:
-        return f"{gradient.numel} elements, fewer than {MIN_NUMEL}"
+    if numel < (MIN_NUMEL if min_size is None else min_size):
+        limit = f"{MIN_NUMEL}" if min_size is None else f"min_size={min_size}"
+        return f"{numel} elements, fewer than {limit}"
     return ""

@@ -1,4 +1,4 @@
-"""What each task of a graph costs on a profile: work of computing tasks, bytes of messages."""
+"""The costs of each task of a graph on a profile: the work of computing, the bytes of messages."""
 
 from __future__ import annotations
 
@@ -6,66 +6,66 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hipress.casync.graphs.graph import COMPUTING, Graph, Kind, Slot, Task, Verb
+from hipress.casync.graphs.graph import COMPUTING, MESSAGE_CLASS, Graph, Kind, Slot, Task, Verb
 from hipress.casync.graphs.shape import Shape
 from hipress.profile import CodecCosts
 
 FRAMES = frozenset({Kind.FRAME, Kind.PARTIAL, Kind.BACK})
 
-_CLASSES = {Kind.GRADIENT: 0, Kind.RAW: 0, Kind.FRAME: 1, Kind.PARTIAL: 2, Kind.BACK: 3}
-
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One task as a player needs it."""
+class CostedTask:
+    """One task of a graph, with its costs."""
 
     verb: Verb
     chunk: int
     work_s: float
-    """Of a computing task."""
+    """Work of a computing task."""
     num_bytes: float
-    """Of a message, or of all an all-reduce adds up."""
+    """Bytes of a message, or all bytes that an all-reduce adds up."""
     peer: int
-    """The other end of a message."""
+    """The rank at the other end of a message, or -1."""
     kind: int
-    """Of a message: what both ends call the slot."""
+    """The class of a message, by which both ends name it."""
     depth: int
-    """In the life of its chunk."""
+    """The position in the life of the chunk."""
     num_needs: int
     followers: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
-    """The tasks of one rank in one synchronisation, with what they cost."""
+class CostedGraph:
+    """The tasks of one rank in one synchronisation, with their costs."""
 
     rank: int
-    steps: tuple[Step, ...]
+    tasks: tuple[CostedTask, ...]
 
     @cached_property
     def num_needs(self) -> list[int]:
-        """Of each step."""
-        return [step.num_needs for step in self.steps]
+        """The number of tasks that each task waits for."""
+        return [task.num_needs for task in self.tasks]
 
     @cached_property
     def receives(self) -> dict[tuple[int, int, int], int]:
-        """By chunk, kind and sender, the step that takes a message in."""
+        """The index of the receiving task, by chunk, kind and sender."""
         return {
-            (step.chunk, step.kind, step.peer): place
-            for place, step in enumerate(self.steps)
-            if step.verb is Verb.RECV
+            (task.chunk, task.kind, task.peer): place
+            for place, task in enumerate(self.tasks)
+            if task.verb is Verb.RECV
         }
 
 
-def script(shape: Shape, rank: int, costs: CodecCosts, plain: CodecCosts, width: int) -> Script:
-    """The tasks of a rank and their costs.
+def costed_graph(
+    shape: Shape, rank: int, costs: CodecCosts, plain: CodecCosts, element_bytes: int
+) -> CostedGraph:
+    """Returns the tasks of a rank with their costs.
 
     Args:
-        shape: Of the synchronisation.
-        rank: Whose.
-        costs: Of its codec.
-        plain: Of `none`, for elements that are added as they are.
-        width: Bytes of an element.
+        shape: The synchronisation.
+        rank: The rank that runs the tasks.
+        costs: The costs of the codec.
+        plain: The costs of `none`, for elements that are added as they are.
+        element_bytes: Bytes of an element.
     """
     graph = shape.graph(rank)
     numels = [sum(part.numel for part in members) for members in shape.layout.members]
@@ -73,30 +73,30 @@ def script(shape: Shape, rank: int, costs: CodecCosts, plain: CodecCosts, width:
     for place, task in enumerate(graph.tasks):
         for need in task.needs:
             followers[need].append(place)
-    pricer = _Pricer(numels, costs, plain, width)
-    return Script(rank=rank, steps=tuple(pricer.steps(graph, followers)))
+    model = _CostModel(numels, costs, plain, element_bytes)
+    return CostedGraph(rank=rank, tasks=tuple(model.tasks(graph, followers)))
 
 
 @dataclass(frozen=True)
-class _Pricer:
+class _CostModel:
     numels: Sequence[int]
     costs: CodecCosts
     plain: CodecCosts
-    width: int
+    element_bytes: int
 
-    def steps(self, graph: Graph, followers: Sequence[Sequence[int]]) -> list[Step]:
+    def tasks(self, graph: Graph, followers: Sequence[Sequence[int]]) -> list[CostedTask]:
         found = []
         for task, behind in zip(graph.tasks, followers, strict=True):
             computes = task.verb in COMPUTING
             slot = (task.reads or task.writes)[0]
             found.append(
-                Step(
+                CostedTask(
                     verb=task.verb,
                     chunk=slot.chunk,
                     work_s=self.work_s(task) if computes else 0.0,
                     num_bytes=0.0 if computes else self.num_bytes(slot),
                     peer=(task.to or task.of or (-1,))[0],
-                    kind=_CLASSES.get(slot.kind, 0),
+                    kind=MESSAGE_CLASS.get(slot.kind, 0),
                     depth=task.depth,
                     num_needs=len(task.needs),
                     followers=tuple(behind),
@@ -110,27 +110,27 @@ class _Pricer:
             return self.costs.wire.at(numel)
         if slot.kind in FRAMES:
             return self.costs.back_bytes(numel, slot.merged)
-        return float(numel * self.width)
+        return float(numel * self.element_bytes)
 
     def work_s(self, task: Task) -> float:
         numel = self.numels[task.chunk]
         if task.verb is Verb.ENCODE:
-            return self._made(task.writes[0], numel)
+            return self._write_s(task.writes[0], numel)
         if task.verb is Verb.DECODE:
-            return self._taken(task.reads[0], numel)
-        total = sum(self._taken(slot, numel) for slot in task.reads)
-        return total + self._made(task.writes[0], numel)
+            return self._read_s(task.reads[0], numel)
+        total = sum(self._read_s(slot, numel) for slot in task.reads)
+        return total + self._write_s(task.writes[0], numel)
 
-    def _made(self, slot: Slot, numel: int) -> float:
-        """Work to write a slot from a sum of elements."""
+    def _write_s(self, slot: Slot, numel: int) -> float:
+        """Returns the work of writing a slot from a sum of elements."""
         if slot.kind is Kind.FRAME:
             return self.costs.encode.at(numel)
         if slot.kind in FRAMES:
             return self.costs.back.at(numel)
         return self.plain.encode.at(numel) if slot.kind is Kind.GRADIENT else 0.0
 
-    def _taken(self, slot: Slot, numel: int) -> float:
-        """Work to read a slot and add it up, or to write it where it belongs."""
+    def _read_s(self, slot: Slot, numel: int) -> float:
+        """Returns the work of adding a slot to a sum, or of decoding it into the gradient."""
         if slot.kind is Kind.BACK:
             return self.costs.decode.at(numel)
         if slot.kind in FRAMES:

@@ -1,7 +1,7 @@
-"""What a simulated cluster is made of: a clock, processors that are shared, and lines.
+"""The parts of a simulated cluster: a clock, shared processors, and links.
 
-A processor gives everything that is active on it the same share of its cores, as an operating
-system does. A line serves its connections in turn, a segment at a time, as TCP flows share a link.
+A processor gives all active work an equal share of its cores, as an operating system does. A link
+serves its connections in turn, a segment at a time, as TCP flows share it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Call = Callable[[], None]
 OnSegment = Callable[[float, bool], None]
 
 LEAST_SHARE = 0.1
-"""Of a processor, that work gets however busy the network is."""
+"""The share of a processor that is left for work however busy the network is."""
 
 
 class Clock:
-    """Time, and what happens when.
+    """A simulated clock and the calls that are due.
 
     Example:
         >>> clock = Clock()
@@ -34,12 +34,12 @@ class Clock:
         self._count = 0
 
     def after(self, delay_s: float, call: Call) -> None:
-        """Calls something later."""
+        """Schedules a call."""
         self._count += 1
         heapq.heappush(self._due, (self.now_s + delay_s, self._count, call))
 
     def run(self) -> None:
-        """Goes on until nothing is left to happen."""
+        """Runs until no call is due and no work is active."""
         due, processors = self._due, self.processors
         while True:
             first: Processor | None = None
@@ -63,94 +63,89 @@ class Clock:
 
 
 class Processor:
-    """Cores that all active work shares evenly.
-
-    Args:
-        clock: Of the cluster.
-        cores: How many; with a part of one, everything takes longer.
-    """
+    """Cores that all active work shares evenly; there may be a fraction of one."""
 
     def __init__(self, clock: Clock, cores: float) -> None:
         self.cores = cores
         self.taken = 0.0
-        """Cores that the network uses; it comes first."""
+        """Cores that the network uses; it has priority over work."""
         self.progress_s = 0.0
-        """Work that each core would have done so far for one who was always active."""
+        """Work that one thread would have done if it had always been active."""
         self.items: list[tuple[float, int, float, Call]] = []
         self._demand = 0.0
         self._count = 0
         clock.processors.append(self)
 
     def speed(self) -> float:
-        """Of what is active, against a core of its own."""
+        """Returns the speed of active work, relative to a core of its own."""
         free = max(self.cores - self.taken, LEAST_SHARE * self.cores)
         return 1.0 if self._demand <= free else free / self._demand
 
     def work(self, work_s: float, then: Call, threads: float = 1.0) -> None:
-        """Does work on so many threads and calls back when it is done."""
+        """Does work on some threads and calls back when it is done."""
         self._count += 1
         self._demand += threads
         heapq.heappush(self.items, (self.progress_s + work_s / threads, self._count, threads, then))
 
     def next_end_s(self, now_s: float) -> float:
-        """When the first of what is active ends, if nothing changes."""
+        """Returns when the first active work ends, if nothing changes."""
         return now_s + max(self.items[0][0] - self.progress_s, 0.0) / self.speed()
 
     def finish_first(self) -> None:
-        """Ends it."""
+        """Ends the work that ends first."""
         _, _, threads, then = heapq.heappop(self.items)
         self._demand -= threads
         if not self.items:
-            self._demand = 0.0  # no rounding is left
+            self._demand = 0.0  # drops rounding errors
         then()
 
 
-class Thread:
-    """A thread that does one thing after another."""
+class WorkQueue:
+    """A thread that does one piece of work after another."""
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor
         self._waiting: deque[tuple[float, Call]] = deque()
-        self._busy = False
+        self._is_busy = False
 
-    def serve(self, work_s: float, then: Call) -> None:
-        """Does some work in its turn."""
-        if work_s <= 0 and not self._busy:
+    def add(self, work_s: float, then: Call) -> None:
+        """Queues some work and calls back when it is done."""
+        if work_s <= 0 and not self._is_busy:
             then()
             return
         self._waiting.append((work_s, then))
-        if not self._busy:
-            self._busy = True
-            self._serve()
+        if not self._is_busy:
+            self._is_busy = True
+            self._start_next()
 
-    def _serve(self) -> None:
+    def _start_next(self) -> None:
         work_s, then = self._waiting.popleft()
 
         def done() -> None:
             then()
             if self._waiting:
-                self._serve()
+                self._start_next()
             else:
-                self._busy = False
+                self._is_busy = False
 
         self._processor.work(work_s, done)
 
 
-class Line:
+class Link:
     """One direction of a link: connections share it, and each is first in first out.
 
     Args:
-        clock: Of the cluster.
-        bytes_per_s: Of all connections together.
-        segment_bytes: What a connection sends before it is another's turn.
-        processor: That works for it.
-        byte_work_s: Work for each byte.
+        clock: The clock of the cluster.
+        bytes_per_s: The rate of all connections together.
+        segment_bytes: Bytes that a connection sends before another gets its turn.
+        processor: The processor that does the work of sending.
+        byte_work_s: Its work for each byte.
 
     Example:
         >>> clock = Clock()
-        >>> line = Line(clock, 100.0, 50.0, Processor(clock, 1.0))
-        >>> line.carry(0, 100.0, lambda share, last: print(clock.now_s, share, last))
-        >>> line.carry(1, 50.0, lambda share, last: print(clock.now_s, share, last))
+        >>> link = Link(clock, 100.0, 50.0, Processor(clock, 1.0))
+        >>> link.carry(0, 100.0, lambda share, is_last: print(clock.now_s, share, is_last))
+        >>> link.carry(1, 50.0, lambda share, is_last: print(clock.now_s, share, is_last))
         >>> clock.run()
         0.5 0.5 False
         1.0 1.0 True
@@ -170,17 +165,17 @@ class Line:
         self._segment_bytes = segment_bytes
         self._processor = processor
         self._cores = byte_work_s * bytes_per_s
-        self._waiting: dict[int, deque[_Load]] = {}
+        self._waiting: dict[int, deque[_Message]] = {}
         self._turns: deque[int] = deque()
-        self._busy = False
+        self._is_busy = False
         self.sent_bytes = 0.0
 
     def carry(self, connection: int, num_bytes: float, on_segment: OnSegment) -> None:
-        """Carries some bytes of a connection.
+        """Queues a message.
 
         Args:
-            connection: Which.
-            num_bytes: How many.
+            connection: The number of its connection.
+            num_bytes: Its size.
             on_segment: Called for each segment that has passed, with its share of the bytes and
                 whether it was the last.
         """
@@ -189,38 +184,38 @@ class Line:
             queue = self._waiting[connection] = deque()
         if not queue:
             self._turns.append(connection)
-        queue.append(_Load(max(num_bytes, 1.0), on_segment))
+        queue.append(_Message(max(num_bytes, 1.0), on_segment))
         self.sent_bytes += num_bytes
-        if not self._busy:
-            self._busy = True
+        if not self._is_busy:
+            self._is_busy = True
             self._processor.taken += self._cores
-            self._serve()
+            self._start_segment()
 
-    def _serve(self) -> None:
+    def _start_segment(self) -> None:
         connection = self._turns.popleft()
-        load = self._waiting[connection][0]
-        segment = min(load.left_bytes, self._segment_bytes)
+        message = self._waiting[connection][0]
+        segment = min(message.left_bytes, self._segment_bytes)
         self._clock.after(
-            segment / self._bytes_per_s, lambda: self._served(connection, load, segment)
+            segment / self._bytes_per_s, lambda: self._end_segment(connection, message, segment)
         )
 
-    def _served(self, connection: int, load: _Load, segment: float) -> None:
+    def _end_segment(self, connection: int, message: _Message, segment: float) -> None:
         queue = self._waiting[connection]
-        load.left_bytes -= segment
-        last = load.left_bytes <= 0
-        if last:
+        message.left_bytes -= segment
+        is_last = message.left_bytes <= 0
+        if is_last:
             queue.popleft()
         if queue:
             self._turns.append(connection)
         if self._turns:
-            self._serve()
+            self._start_segment()
         else:
-            self._busy = False
+            self._is_busy = False
             self._processor.taken -= self._cores
-        load.on_segment(segment / load.num_bytes, last)
+        message.on_segment(segment / message.num_bytes, is_last)
 
 
-class _Load:
+class _Message:
     __slots__ = ("left_bytes", "num_bytes", "on_segment")
 
     def __init__(self, num_bytes: float, on_segment: OnSegment) -> None:

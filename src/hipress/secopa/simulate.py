@@ -1,29 +1,39 @@
-"""The time of a training step on a profile, for a plan: the lowered graphs on a simulated clock."""
+"""The time of a training step with a plan on a profile: the lowered graphs on a simulated clock."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 
+from hipress.casync.graphs import strategies
 from hipress.casync.graphs.grouping import GroupKey, grouped
 from hipress.casync.graphs.partitions import CHUNK_NUMEL, Partitioner, Placement
 from hipress.casync.graphs.shape import Shape
 from hipress.errors import UsageError
 from hipress.plan import Decision, Plan
 from hipress.profile import CodecCosts, Curve, GradientProfile, ModelProfile, Profile
-from hipress.secopa.costs import Script, script
-from hipress.secopa.player import Cluster
-from hipress.secopa.step import Backward, Job, Played
+from hipress.secopa.cluster import (
+    MODEL,
+    ModelWork,
+    SimulatedCluster,
+    SimulatedStep,
+    Span,
+    Synchronisation,
+)
+from hipress.secopa.costs import CostedGraph, costed_graph
+from hipress.timeline import Event, RankTrace
 
 FIRST_BUCKET_MB = 1.0
 BUCKET_MB = 25.0
 """DDP's defaults."""
 
-MOST_PLAYED = 8
-"""Ranks that are all played; of more, one stands for all."""
+MOST_SIMULATED = 8
+"""Up to this many ranks all are simulated; of more, one stands for all."""
+MOST_WHOLE = 16
+"""The same where one step is simulated, not a search: a step of all ranks takes a second, and a
+tenth of that with one rank."""
 
 _NOTHING = Curve(fixed=0.0, slope=0.0)
 _FLOATS = Curve(fixed=0.0, slope=4.0)
@@ -39,20 +49,31 @@ FREE = CodecCosts(
     bulk=True,
     codes_local=False,
 )
-"""Elements as they are, where a profile does not say what moving them costs."""
+"""The costs of elements sent as they are, for a profile in which they were not measured."""
+
+NOT_NAMED = Decision(codec="none", strategy="ps")
+"""The decision for a gradient that a plan does not name."""
+
+Decisions = Mapping[str, Decision]
 
 
 class Simulator:
-    """Plays training steps on one profile.
+    """Simulates training steps on one profile.
 
     Args:
-        profile: With a model.
+        profile: A profile with a model.
         num_ranks: N; that of the profile if None.
         ranks_per_host: Ranks that share a host; as in the profile if None.
+        most_simulated: Up to this many ranks all are simulated; of more, one stands for all.
     """
 
     def __init__(
-        self, profile: Profile, num_ranks: int | None = None, ranks_per_host: int | None = None
+        self,
+        profile: Profile,
+        num_ranks: int | None = None,
+        ranks_per_host: int | None = None,
+        *,
+        most_simulated: int = MOST_SIMULATED,
     ) -> None:
         if profile.model is None:
             raise UsageError(
@@ -63,29 +84,25 @@ class Simulator:
         self.model = profile.model
         self.num_ranks = num_ranks or profile.network.num_ranks
         self.hosts = _hosts(profile, self.num_ranks, ranks_per_host)
-        self._scripts: dict[object, tuple[Script, ...]] = {}
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """Those that are played."""
-        return tuple(range(self.num_ranks)) if self.num_ranks <= MOST_PLAYED else (0,)
+        self.ranks = tuple(range(self.num_ranks)) if self.num_ranks <= most_simulated else (0,)
+        """The ranks that are simulated."""
+        self._graphs: dict[object, tuple[CostedGraph, ...]] = {}
 
     @cached_property
     def buckets(self) -> list[list[GradientProfile]]:
-        """As DDP puts gradients together."""
+        """The gradients of each of DDP's buckets."""
         by_name = {gradient.name: gradient for gradient in self.model.gradients}
         if self.model.buckets:
             return [[by_name[name] for name in bucket] for bucket in self.model.buckets]
         return ddp_buckets(self.model.gradients, self.model.bucket_mb, self.model.element_bytes)
 
     @cached_property
-    def backward(self) -> Backward:
-        """The model's part of a step."""
+    def _model_work(self) -> ModelWork:
         edges: list[float] = []
         for bucket in self.buckets:
             ready_s = max((gradient.ready_s for gradient in bucket), default=0.0)
-            edges.append(max([ready_s, *edges[-1:]]))  # DDP gives them away in their order
-        return Backward(
+            edges.append(max([ready_s, *edges[-1:]]))  # DDP starts buckets in their order
+        return ModelWork(
             forward_s=self.model.forward_s,
             bucket_s=tuple(edges),
             backward_s=max([self.model.backward_s, *edges[-1:]]),
@@ -93,58 +110,53 @@ class Simulator:
             threads=self.model.threads,
         )
 
-    def step_s(self, plan: Plan | Mapping[str, Decision] | None) -> float:
-        """Seconds of a step; None is DDP as it comes."""
-        return self.play(plan).step_s
+    def step_s(self, plan: Plan | Decisions | None) -> float:
+        """Returns the seconds of a step; None stands for DDP without HiPress."""
+        return self.run(plan).step_s
 
-    def play(
-        self, plan: Plan | Mapping[str, Decision] | None, *, record: bool = False
-    ) -> Simulated:
-        """A step with a plan.
+    def run(self, plan: Plan | Decisions | None, *, record: bool = False) -> SimulatedStep:
+        """Simulates a step with a plan.
 
         Args:
-            plan: What happens to each gradient; those it does not name are left alone. None: all
-                is left to DDP.
-            record: Note what happens when, for a timeline.
+            plan: A decision for each gradient; gradients that it does not name are sent as they
+                are. None leaves all of them to DDP.
+            record: Whether to record spans, for a timeline.
         """
-        with _uncollected():
-            return self._play(plan, record)
+        with _without_gc():
+            syncs = self._syncs(plan.gradients if isinstance(plan, Plan) else plan)
+            total = sum(
+                task.num_bytes for sync in syncs for task in sync.graphs[0].tasks if task.peer != -1
+            )
+            total += 0 if plan is not None else sum(2 * 4 * g.numel for g in self.model.gradients)
+            cluster = SimulatedCluster(
+                self.profile, self.num_ranks, self.ranks, self.hosts, total, record=record
+            )
+            return cluster.run(self._model_work, syncs)
 
-    def _play(self, plan: Plan | Mapping[str, Decision] | None, record: bool) -> Simulated:
-        jobs = self._jobs(plan)
-        total = sum(
-            step.num_bytes for job in jobs for step in job.scripts[0].steps if step.peer != -1
-        )
-        total += sum(2 * 4 * g.numel for g in self.model.gradients) if plan is None else 0
-        cluster = Cluster(
-            self.profile,
-            self.num_ranks,
-            self.ranks,
-            self.hosts,
-            total,
-            spans=[] if record else None,
-        )
-        played = cluster.play(self.backward, jobs)
-        return Simulated(played=played, jobs=jobs, model=self.backward, num_ranks=self.num_ranks)
-
-    def _jobs(self, plan: Plan | Mapping[str, Decision] | None) -> list[Job]:
+    def _syncs(self, decisions: Decisions | None) -> list[Synchronisation]:
         if self.num_ranks == 1:
             return []
-        decisions = plan.gradients if isinstance(plan, Plan) else plan
-        if decisions is None:
-            return [
-                self._job(number, "allreduce", "none", bucket, None)
-                for number, bucket in enumerate(self.buckets)
-            ]
-        placements = self._places(decisions)
-        jobs = []
+        syncs = []
+        placements = self._placements(decisions or {})
         for number, bucket in enumerate(self.buckets):
-            for key, group in grouped(bucket, lambda g: _group_key(g, decisions)).items():
+            if decisions is None:
+                groups = {GroupKey("none", "allreduce"): bucket}
+            else:
+                groups = grouped(bucket, lambda gradient: _group_key(gradient, decisions))
+            for key, group in groups.items():
                 known = tuple(placements[g.name] for g in group) if key.codec != "none" else None
-                jobs.append(self._job(number, key.strategy, key.codec, group, known))
-        return jobs
+                more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+                syncs.append(
+                    Synchronisation(
+                        name=group[0].name + more,
+                        label=", ".join(g.name for g in group[:4]),
+                        bucket=number,
+                        graphs=self._costed_graphs(key.strategy, key.codec, group, known),
+                    )
+                )
+        return syncs
 
-    def _places(self, decisions: Mapping[str, Decision]) -> dict[str, tuple[Placement, ...]]:
+    def _placements(self, decisions: Decisions) -> dict[str, tuple[Placement, ...]]:
         """Returns the partitions of every compressed gradient."""
         partitioner = Partitioner(
             self.num_ranks,
@@ -153,82 +165,78 @@ class Simulator:
         )
         found: dict[str, tuple[Placement, ...]] = {}
         for gradient in self.model.gradients:
-            made = decisions.get(gradient.name, LEFT_ALONE)
-            if made.codec == "none":
-                continue
-            costs = self.profile.codec(made.codec)
-            found[gradient.name] = partitioner.place(
-                gradient.numel, costs.chunk_numel, made.partitions
-            )
+            made = decisions.get(gradient.name, NOT_NAMED)
+            if made.is_compressed:
+                chunk_numel = self.profile.codec(made.codec).chunk_numel
+                found[gradient.name] = partitioner.place(
+                    gradient.numel, chunk_numel, made.partitions
+                )
         return found
 
-    def _job(
+    def _costed_graphs(
         self,
-        number: int,
         strategy: str,
         codec: str,
         group: Sequence[GradientProfile],
         placements: tuple[tuple[Placement, ...], ...] | None,
-    ) -> Job:
+    ) -> tuple[CostedGraph, ...]:
         key = (strategy, codec, tuple(g.numel for g in group), placements)
-        if key not in self._scripts:
-            self._scripts[key] = self._made(strategy, codec, group, placements)
-        title = group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} more"
-        return Job(
-            name=title,
-            label=", ".join(g.name for g in group[:4]),
-            bucket=number,
-            scripts=self._scripts[key],
-        )
-
-    def _made(
-        self,
-        strategy: str,
-        codec: str,
-        group: Sequence[GradientProfile],
-        placements: tuple[tuple[Placement, ...], ...] | None,
-    ) -> tuple[Script, ...]:
-        is_plain = strategy == "allreduce" and codec == "none"
-        none = next((costs for costs in self.profile.codecs if costs.codec == "none"), FREE)
-        costs = none if codec == "none" else self.profile.codec(codec)
-        shape = Shape(
-            numels=tuple(g.numel for g in group),
-            hosts=self.hosts,
-            strategy=strategy,
-            is_plain=is_plain,
-            bulk=is_plain or costs.bulk,
-            codes_local=costs.codes_local,
-            chunk_numel=costs.chunk_numel,
-            placements=placements,
-        )
-        ranks = self.ranks if len(self.ranks) == self.num_ranks else (stand_in(shape),)
-        return tuple(script(shape, rank, costs, none, self.model.element_bytes) for rank in ranks)
+        if key not in self._graphs:
+            is_plain = strategies.get(strategy).sums_in_transport(codec)
+            none = next((costs for costs in self.profile.codecs if costs.codec == "none"), FREE)
+            costs = none if codec == "none" else self.profile.codec(codec)
+            shape = Shape(
+                numels=tuple(g.numel for g in group),
+                hosts=self.hosts,
+                strategy=strategy,
+                is_plain=is_plain,
+                bulk=is_plain or costs.bulk,
+                codes_local=costs.codes_local,
+                chunk_numel=costs.chunk_numel,
+                placements=placements,
+            )
+            is_whole = len(self.ranks) == self.num_ranks
+            self._graphs[key] = tuple(
+                costed_graph(shape, rank, costs, none, self.model.element_bytes)
+                for rank in (self.ranks if is_whole else (_representative(shape),))
+            )
+        return self._graphs[key]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Simulated:
-    """A step that was played, and what of."""
+def traces(step: SimulatedStep, *, device: str = "cpu") -> list[RankTrace]:
+    """Returns a simulated step as `hipress.timeline.chrome_trace` takes it.
 
-    played: Played
-    jobs: list[Job] = field(repr=False)
-    model: Backward = field(repr=False)
-    num_ranks: int
+    Args:
+        step: A step that was simulated with `record=True`.
+        device: The type of the model's device.
+    """
+    ranks: dict[int, list[Event]] = {}
+    for span in step.spans:
+        ranks.setdefault(span.rank, []).append(_event(span, step.syncs))
+    return [
+        RankTrace(rank=rank, host=f"simulated {rank}", events=tuple(events), device=device)
+        for rank, events in sorted(ranks.items())
+    ]
 
-    @property
-    def step_s(self) -> float:
-        """Seconds, on the slowest rank."""
-        return self.played.step_s
 
-    @property
-    def exposed_s(self) -> float:
-        """Of the exchange, that backward did not hide."""
-        return max(self.played.exchange_end_s - self.played.backward_end_s, 0.0)
+def _event(span: Span, syncs: Sequence[Synchronisation]) -> Event:
+    sync = None if span.sync == MODEL else syncs[span.sync]
+    return Event(
+        verb=span.verb,
+        name=sync.name if sync else "",
+        piece=span.chunk,
+        queue=span.queue,
+        start_ns=round(span.start_s * 1e9),
+        end_ns=round(span.end_s * 1e9),
+        label=sync.label if sync else "",
+        wire_bytes=None if span.num_bytes is None else round(span.num_bytes),
+    )
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the collector: a play makes a hundred thousand objects, and hardly any garbage that
-    only it would find; in a large process it looks at all others each time."""
+def _without_gc() -> Iterator[None]:
+    """Turns garbage collection off: a step makes a hundred thousand objects and hardly any cycles,
+    and in a large process every collection looks at all other objects too."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -238,17 +246,13 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-LEFT_ALONE = Decision(codec="none", strategy="ps")
+def _representative(shape: Shape) -> int:
+    """Returns the rank that stands for all: the first that aggregates something, or 0."""
+    return min((route % len(shape.hosts) for route in shape.layout.routes), default=0)
 
 
-def stand_in(shape: Shape) -> int:
-    """The rank that stands for all: the first, or one that aggregates something if it does not."""
-    owners = {route % len(shape.hosts) for route in shape.layout.routes}
-    return 0 if 0 in owners or not owners else min(owners)
-
-
-def _group_key(gradient: GradientProfile, decisions: Mapping[str, Decision]) -> GroupKey:
-    made = decisions.get(gradient.name, LEFT_ALONE)
+def _group_key(gradient: GradientProfile, decisions: Decisions) -> GroupKey:
+    made = decisions.get(gradient.name, NOT_NAMED)
     return GroupKey(codec=made.codec, strategy=made.strategy, bulk=made.bulk, order=made.order)
 
 
@@ -259,24 +263,19 @@ def bucket_numel(model: ModelProfile) -> int:
 
 
 def ddp_buckets(
-    gradients: Sequence[GradientProfile], bucket_mb: float | None, width: int
+    gradients: Sequence[GradientProfile], bucket_mb: float | None, element_bytes: int
 ) -> list[list[GradientProfile]]:
-    """Gradients in the order of backward, a bucket closed when it is full."""
+    """Groups gradients as DDP does: in the order of backward, closing a bucket when it is full."""
     found: list[list[GradientProfile]] = [[]]
     filled = 0.0
     for gradient in gradients:
-        if filled >= _cap_bytes(len(found), bucket_mb):
+        default_mb = FIRST_BUCKET_MB if len(found) == 1 else BUCKET_MB
+        if filled >= (default_mb if bucket_mb is None else bucket_mb) * 2**20:
             found.append([])
             filled = 0.0
         found[-1].append(gradient)
-        filled += gradient.numel * width
+        filled += gradient.numel * element_bytes
     return [bucket for bucket in found if bucket]
-
-
-def _cap_bytes(number: int, bucket_mb: float | None) -> float:
-    if bucket_mb is None:
-        bucket_mb = FIRST_BUCKET_MB if number == 1 else BUCKET_MB
-    return bucket_mb * 2**20
 
 
 def _hosts(profile: Profile, num_ranks: int, ranks_per_host: int | None) -> tuple[int, ...]:

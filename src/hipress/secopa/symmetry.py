@@ -1,7 +1,7 @@
-"""Where one rank stands for all: what it receives when, told from what it does itself.
+"""When a rank that stands for all receives messages, derived from what it does itself.
 
-Ranks that are alike do alike things at the same time. So a message comes in when a send of the
-same kind of this rank's own goes out.
+Ranks that are alike do the same things at the same time. So a message arrives when this rank's own
+send of the same kind goes out.
 """
 
 from __future__ import annotations
@@ -10,39 +10,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hipress.casync.graphs.graph import Verb
-from hipress.secopa.costs import Step
+from hipress.casync.graphs.strategies.ring import MERGE_DEPTHS, PASS_DEPTHS
+from hipress.secopa.costs import CostedTask
 
 BEGIN = -1
-"""Stands for the begin of a synchronisation, where a step is named."""
+"""Stands for the beginning of a synchronisation where a task is named."""
 
 Mirrors = dict[int, list[tuple[int, float]]]
-"""By send: the receives that come with it, and how much later."""
-
-
-MERGE_DEPTHS, PASS_DEPTHS = 5, 2
-"""Depths of one hop around a ring: while ranks merge, and when the result is handed on."""
+"""The receives that come with each task, and how much later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hops:
-    """What a hop between two ranks takes that the one who is played does not see."""
+    """What a hop between two ranks costs, which the rank that is simulated does not see."""
 
     message_s: float
-    """Of a message, but for its bytes."""
+    """Seconds of a message without its bytes."""
     byte_s: float
     work_factor: float
-    """By how much work takes longer than on a core of its own."""
+    """How many times longer work takes than on a core of its own."""
     last_merge: int
-    """The depth from which on the result is only handed on."""
+    """The depth after which the result is only passed on."""
 
     def delay_s(self, start: int, stop: int, num_bytes: float, work_s: float) -> float:
-        """From one depth in the life of a chunk to another.
+        """Returns the time from one depth in the life of a chunk to another.
 
         Args:
-            start: The depth that is known.
-            stop: The one of the message.
-            num_bytes: Of a message of the chunk.
-            work_s: Of one rank on the chunk.
+            start: The depth whose time is known.
+            stop: The depth of the message.
+            num_bytes: Bytes of a message of the chunk.
+            work_s: Work of one rank on the chunk.
         """
         pass_s = self.message_s + num_bytes * self.byte_s
         merging = max(min(stop, self.last_merge) - start, 0) / MERGE_DEPTHS
@@ -50,44 +47,44 @@ class Hops:
         return merging * (pass_s + work_s * self.work_factor) + passing * pass_s
 
 
-def mirrors(steps: Sequence[Step], hops: Hops) -> tuple[Mirrors, Mirrors]:
-    """Pairs receives with sends, and with other steps where there is no such send.
+def mirrors(tasks: Sequence[CostedTask], hops: Hops) -> tuple[Mirrors, Mirrors]:
+    """Pairs receives with sends, and with other tasks where there is no such send.
 
-    A receive is one below its send in the life of a chunk, so it is paired with a send of the
-    same kind one above it; where the rank has none, with one further up and a while later. Depth
-    only grows, so nothing waits for itself.
+    A receive is one deeper than its send in the life of a chunk, so it is paired with a send of the
+    same kind at that depth; where the rank has none, with a send at a lower depth and a delay.
+    Depth only grows, so no task waits for itself.
 
     Args:
-        steps: Of the rank.
-        hops: For what lies between.
+        tasks: The tasks of the rank.
+        hops: The costs of the hops in between.
 
     Returns:
-        Receives by send; and by computing step, or `BEGIN`, where the rank sends nothing of the
-        kind: others begin with what it has when they have made it.
+        Receives by send; and receives by encoding task, or `BEGIN`, where the rank sends nothing of
+        their kind: the other ranks send such a message when they have encoded it.
     """
     sends: dict[int, dict[int, list[int]]] = {}
     receives: dict[tuple[int, int], list[int]] = {}
     encodes: dict[int, int] = {}
     works: dict[int, float] = {}
-    for place, step in enumerate(steps):
-        if step.verb is Verb.SEND:
-            sends.setdefault(step.kind, {}).setdefault(step.depth, []).append(place)
-        elif step.verb is Verb.RECV:
-            receives.setdefault((step.kind, step.depth - 1), []).append(place)
-        elif step.verb is Verb.ENCODE:
-            encodes.setdefault(step.chunk, place)
-        works[step.chunk] = max(works.get(step.chunk, 0.0), step.work_s)
+    for place, task in enumerate(tasks):
+        if task.verb is Verb.SEND:
+            sends.setdefault(task.kind, {}).setdefault(task.depth, []).append(place)
+        elif task.verb is Verb.RECV:
+            receives.setdefault((task.kind, task.depth - 1), []).append(place)
+        elif task.verb is Verb.ENCODE:
+            encodes.setdefault(task.chunk, place)
+        works[task.chunk] = max(works.get(task.chunk, 0.0), task.work_s)
     with_sends: Mirrors = {}
     with_others: Mirrors = {}
-    for (kind, depth), placements in receives.items():
+    for (kind, depth), places in receives.items():
         known = [above for above in sends.get(kind, ()) if above <= depth]
         own = sends[kind][max(known)] if known else []
-        for k, place in enumerate(placements):
-            step = steps[place]
+        for k, place in enumerate(places):
+            task = tasks[place]
             if own:
-                found, source, start = with_sends, own[k * len(own) // len(placements)], max(known)
+                found, source, start = with_sends, own[k * len(own) // len(places)], max(known)
             else:
-                found, source, start = with_others, encodes.get(step.chunk, BEGIN), 1
-            delay_s = hops.delay_s(start, depth, step.num_bytes, works[step.chunk])
+                found, source, start = with_others, encodes.get(task.chunk, BEGIN), 1
+            delay_s = hops.delay_s(start, depth, task.num_bytes, works[task.chunk])
             found.setdefault(source, []).append((place, delay_s))
     return with_sends, with_others

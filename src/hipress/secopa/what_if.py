@@ -1,43 +1,30 @@
-"""Other questions to the same profile: another rate, machines of their own, one choice for all."""
+"""Variants of a profile, such as another rate, and one choice for all gradients."""
 
 from __future__ import annotations
 
 import re
-from functools import cached_property
 
 from hipress.errors import UsageError
 from hipress.plan import Decision
 from hipress.profile import Curve, Profile
 from hipress.secopa.budget import exempt
-from hipress.secopa.simulate import FREE, Simulator
+from hipress.secopa.simulate import FREE
 
 EFFICIENCY = 0.94
-"""Of a link's rate, that TCP gets through: what a lab of four hosts at 1 Gbit was measured at."""
-
-MOST_WHOLE = 16
-"""Ranks up to which `WholeCluster` plays every one; that takes a second, and a tenth for one."""
+"""The share of a link's rate that TCP reaches, as measured in a lab of four hosts at 1 Gbit."""
 
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
 
-class WholeCluster(Simulator):
-    """A simulator that plays more ranks than one that searches can afford."""
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """Those that are played: all, up to `MOST_WHOLE`."""
-        return tuple(range(self.num_ranks)) if self.num_ranks <= MOST_WHOLE else super().ranks
-
-
 def with_rate(profile: Profile, rate_bits: int) -> Profile:
-    """The profile with links of another rate.
+    """Returns the profile with links of another rate.
 
-    The links keep the share of their rate that they were measured to bring; 0.94 where the profile
-    does not know its rate, and at least that at a lower rate, which hosts keep up with. Ranks of a
-    host share its link. An all-reduce keeps the time that is not the wire's.
+    The links keep the share of their rate that was measured. The share is 0.94 if the profile does
+    not know its rate, and at least 0.94 at a lower rate, which hosts keep up with. Ranks of a host
+    share its link. An all-reduce keeps the time that does not depend on the link.
 
     Args:
-        profile: Measured at one rate.
+        profile: A profile that was measured at one rate.
         rate_bits: Bits per second of a host, each way.
 
     Raises:
@@ -63,23 +50,23 @@ def with_rate(profile: Profile, rate_bits: int) -> Profile:
         update={
             "bytes_per_s": bytes_per_s,
             "rate_bits": rate_bits,
-            "all_reduce": _moved(network.all_reduce, sent, network.bytes_per_s, bytes_per_s),
-            "all_gather": gather and _moved(gather, num - 1, network.bytes_per_s, bytes_per_s),
-            "pairs": (),  # they were measured at the other rate
+            "all_reduce": _at_rate(network.all_reduce, sent, network.bytes_per_s, bytes_per_s),
+            "all_gather": gather and _at_rate(gather, num - 1, network.bytes_per_s, bytes_per_s),
+            "pairs": (),  # measured at the other rate
         }
     )
     return profile.model_copy(update={"network": changed})
 
 
-def _moved(curve: Curve, sent: float, before: float, after: float) -> Curve:
-    """A curve whose part of the wire, so many times the bytes, is at another rate."""
+def _at_rate(curve: Curve, sent: float, before: float, after: float) -> Curve:
+    """Returns a curve at another rate; for each byte, `sent` bytes go over the link."""
     host = max(curve.slope - sent / before, 0.0)
     return curve.model_copy(update={"slope": sent / after + host})
 
 
 def on_own_machines(profile: Profile) -> Profile:
-    """The profile with every rank on a machine of its own, as large as the one they shared: what
-    the lab's numbers would be on real hosts."""
+    """Returns the profile with every rank on a machine of its own, as large as the one they shared:
+    it turns the numbers of a lab into those of real hosts."""
     network = profile.network.model_copy(
         update={"hosts": tuple(range(profile.network.num_ranks)), "local_bytes_per_s": None}
     )
@@ -88,31 +75,30 @@ def on_own_machines(profile: Profile) -> Profile:
 
 
 def with_plain(profile: Profile) -> Profile:
-    """The profile with costs of `none`: where it has none of its own, adding up costs nothing."""
+    """Returns the profile with costs of `none`; if they were not measured, adding up is free."""
     if any(costs.codec == "none" for costs in profile.codecs):
         return profile
     return profile.model_copy(update={"codecs": (FREE, *profile.codecs)})
 
 
 def uniform(profile: Profile, codec: str, strategy: str) -> dict[str, Decision]:
-    """One codec and strategy for all gradients of a profile that are not exempt."""
+    """Returns decisions with one codec and strategy for all gradients that are not exempt."""
     assert profile.model is not None
     found = {}
     for gradient in profile.model.gradients:
         numel = gradient.numel
-        if why := exempt(gradient):
-            plain = Decision(strategy="ps", numel=numel, reason=why)  # as attach does
-            found[gradient.name] = plain
+        if why := exempt(gradient.dims, numel):  # by the parameter server, as attach does
+            found[gradient.name] = Decision(strategy="ps", numel=numel, reason=why)
         else:
             found[gradient.name] = Decision(codec=codec, strategy=strategy, numel=numel)
     return found
 
 
 def parse_rate(text: str) -> int:
-    """Bits per second of a rate that a user wrote.
+    """Returns the bits per second of a rate that a user wrote.
 
     Raises:
-        UsageError: It is no rate.
+        UsageError: The text is not a rate.
 
     Example:
         >>> parse_rate("2.5gbit")
@@ -129,7 +115,7 @@ def parse_rate(text: str) -> int:
 
 
 def rate_text(rate_bits: float) -> str:
-    """A rate for people.
+    """Returns a rate as a user would write it.
 
     Example:
         >>> rate_text(2.5e9), rate_text(100e6)

@@ -210,7 +210,7 @@ class Auto:
             assert directive is not None
             return directive
         what = f"what comes after step {session.step}"
-        text = json.loads(session.engine.hear(self._directive.number + 1, what))
+        text = json.loads(session.engine.read_post(self._directive.number + 1, what))
         if "plan" in text:
             self._keep(Plan.model_validate(text["plan"]))
         return Directive(**text["directive"])

@@ -45,7 +45,7 @@ def unsent(engine: Engine, gradient: Gradient) -> torch.Tensor:
     """Returns what this rank adds to its gradient so that the mean contains all unsent state."""
     device = gradient.spec.device
     total = torch.zeros(gradient.numel, device=device)
-    held = engine.keeper.whole(gradient.name, gradient.numel, device)
+    held = engine.states.assemble(gradient.name, gradient.numel, device)
     for (kind, merged, key), value in held.items():
         if key in UNSENT and _is_own(engine, gradient, kind, merged, key):
             total.add_(value, alpha=_factor(engine, gradient, kind, merged))
@@ -70,7 +70,7 @@ def save(session: Session) -> dict[str, Any]:
     if not session.is_open:
         return found if session.loaded is None else session.loaded
     engine = session.engine
-    engine.settle()
+    engine.wait_idle()
     engine.agree("state_dict", {"step": session.step, "gradients": list(session.gradients)})
     num_ranks = found["world_size"] = engine.transport.num_ranks
     found["hosts"] = _hosts(engine)
@@ -128,7 +128,7 @@ def load(session: Session, state: dict[str, Any]) -> None:
         _check_fit(session, state, name, facts)
     owed = _owed(session, state)
     if session.is_open:
-        session.engine.settle()
+        session.engine.wait_idle()
         session.engine.agree(
             "load_state_dict", {"step": state["step"], "world_size": state["world_size"]}
         )
@@ -138,7 +138,7 @@ def load(session: Session, state: dict[str, Any]) -> None:
     session.owed.update(owed)
     session.loaded = state
     if session.is_open:
-        session.engine.keeper.clear()
+        session.engine.states.clear()
     for gradient in session.gradients.values():
         restore(session, gradient)
 
@@ -155,7 +155,7 @@ def restore(session: Session, gradient: Gradient) -> None:
     choice = gradient.choice
     same = (choice.codec.name, choice.strategy) == (facts["codec"], facts["strategy"])
     same = same and state["world_size"] == engine.transport.num_ranks
-    if choice.strategy == "hierarchical":
+    if strategies.get(choice.strategy).has_host_stages:
         same = same and state["hosts"] == _hosts(engine)
     if same:
         _restore_exactly(engine, gradient, state)
@@ -168,10 +168,10 @@ def _restore_exactly(engine: Engine, gradient: Gradient, state: dict[str, Any]) 
     name = gradient.name
     own = state["ranks"][str(engine.transport.rank)][name]
     for key, held in own.items():
-        engine.keeper.offer(name, Kind.FRAME, 1, key, held)
+        engine.states.preload(name, Kind.FRAME, 1, key, held)
     for kind, merged in _roles(engine, gradient):
         for key, held in state["shared"][name].get(_role(kind, merged), {}).items():
-            engine.keeper.offer(name, kind, merged, key, held)
+            engine.states.preload(name, kind, merged, key, held)
 
 
 def _share_out(
@@ -184,7 +184,7 @@ def _share_out(
         session.owed[name] = left.clone() if before is None else left + before.to(left.device)
     for key, held in mean.items():
         if key not in UNSENT:
-            engine.keeper.offer(name, Kind.FRAME, 1, key, held)
+            engine.states.preload(name, Kind.FRAME, 1, key, held)
 
 
 def _check(state: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ def _gathered(
     """Returns the state of a gradient on all ranks: by worker, shared, and their mean."""
     numel, num_ranks = gradient.numel, engine.transport.num_ranks
     codec, device = gradient.choice.codec, gradient.spec.device
-    held = engine.keeper.whole(gradient.name, numel, device)
+    held = engine.states.assemble(gradient.name, numel, device)
     blank = torch.zeros(numel, device=device)
     workers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_ranks)]
     shared: dict[str, dict[str, torch.Tensor]] = {}
@@ -299,7 +299,7 @@ def _is_own(engine: Engine, gradient: Gradient, kind: Kind, merged: int, key: st
     """Returns whether this rank's copy counts: all ranks were given loaded shared state."""
     if kind is Kind.FRAME or engine.transport.rank == 0:
         return True
-    return engine.keeper.offered(gradient.name, kind, merged, key) is None
+    return engine.states.preloaded(gradient.name, kind, merged, key) is None
 
 
 def _add(mean: dict[str, torch.Tensor], key: str, value: torch.Tensor, share: float) -> None:
@@ -335,9 +335,8 @@ def _factor(
         return len(engine.hosts)
     if kind is Kind.PARTIAL:
         return merged
-    if gradient.choice.strategy == "hierarchical":
-        return engine.hosts.count(engine.hosts[engine.transport.rank if rank is None else rank])
-    return 1
+    strategy = strategies.get(gradient.choice.strategy)
+    return strategy.num_gradients(engine.hosts, engine.transport.rank if rank is None else rank)
 
 
 def _all_gather(session: Session, own: torch.Tensor) -> list[torch.Tensor]:

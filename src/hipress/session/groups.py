@@ -17,8 +17,7 @@ import torch
 
 from hipress import settings
 from hipress.casync.engine.engine import Engine, Options
-from hipress.casync.engine.sockets import Sockets, open_sockets
-from hipress.casync.engine.transport import GroupTransport
+from hipress.casync.engine.transport import GroupTransport, Sockets, open_sockets
 from hipress.casync.ranks.agreement import Agreement
 from hipress.codecs.base import Codec
 from hipress.environment import read_environment

@@ -36,7 +36,7 @@ class Owed(dict[str, torch.Tensor]):
         for group in bucket.groups:
             for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
                 if gradient.is_compressed:
-                    engine.settle()
+                    engine.wait_idle()
                     buffer[start:stop].add_(checkpoint.unsent(engine, gradient))
             engine.forget(group.names)
 

@@ -240,7 +240,7 @@ class Session:
                 check_path(path)
         except UsageError as error:
             problem = str(error)
-        problem = engine.agree("timeline", {"steps": steps}, told=problem)[0]
+        problem = engine.agree("timeline", {"steps": steps}, share=problem)[0]
         if problem is not None:
             raise UsageError(problem)
         if self._tracer is None:
@@ -442,7 +442,7 @@ class Session:
         if self.loaded is not None and self.step > self.settings.warmup_steps:
             if self.auto is None or self.auto.has_taken_state:
                 self.loaded = None
-                self.engine.keeper.forget_offers()
+                self.engine.states.drop_preloaded()
         if self._tracer is not None:
             self._tracer.on_step_end()
         every = self.settings.log_every
@@ -514,8 +514,8 @@ class Session:
         scale = 1.0 if found is None else found
         if scale != self.scale:
             ratio = scale / self.scale
-            self.engine.settle()
-            self.engine.keeper.scale(ratio)
+            self.engine.wait_idle()
+            self.engine.states.scale(ratio)
             self.owed.scale(ratio)
         self.scale = scale
 

@@ -52,7 +52,7 @@ def collect(session: Session) -> Stats:
         sent, received = sent + done.sent_bytes, received + done.received_bytes
         verbs = dict(engine.executor.verb_ns)
         num_ranks = engine.transport.num_ranks
-        state = engine.keeper.num_bytes + sum(owed.nbytes for owed in session.owed.values())
+        state = engine.states.num_bytes + sum(owed.nbytes for owed in session.owed.values())
         buffers = engine.buffer_bytes
     whole = 2 * (num_ranks - 1) * gradient / num_ranks + plain
     return Stats(

@@ -103,7 +103,7 @@ class Ranks:
             found.append(work())
         except (UsageError, MissingDependencyError) as error:
             refusal = str(error)
-        refusals = self._agreement.agree(what, {}, told=refusal)
+        refusals = self._agreement.agree(what, {}, share=refusal)
         for rank, text in enumerate(refusals):
             if text is not None:
                 raise JointError(text if len(set(refusals)) == 1 else f"rank {rank}: {text}")

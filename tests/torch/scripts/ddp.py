@@ -458,7 +458,7 @@ def choices(rank, num_ranks, folder):
         found[name] = {
             "codecs": {n: g.choice.codec.name for n, g in sync.gradients.items()},
             "strategies": {n: g.choice.strategy for n, g in sync.gradients.items()},
-            "kept": sorted({key.name for key, _ in sync.engine.keeper}),
+            "kept": sorted({key.name for key, _ in sync.engine.states}),
             "partitions": {n: len(g.placements) for n, g in sync.gradients.items()},
             "skipped": sync.stats().skipped,
             "bits": bits(module),
@@ -532,7 +532,7 @@ def compiled(rank, num_ranks, backend):
         train(outer, optimizer, rank, range(3))
         return {
             "names": list(sync.gradients), "bits": bits(module),
-            "kept": sorted({key.name for key, _ in sync.engine.keeper}), "steps": sync.step,
+            "kept": sorted({key.name for key, _ in sync.engine.states}), "steps": sync.step,
         }  # fmt: skip
 
     return {kind: run(kind) for kind in ("not", "inside", "around")}
@@ -635,7 +635,7 @@ def decayed(rank, num_ranks):
     for step in range(4):
         backward(ddp, optimizer, rank, step)
         seen = []
-        for key, state in sync.engine.keeper:
+        for key, state in sync.engine.states:
             if "weight" in state:
                 parameter = sync.adapter.weights(key.name)
                 seen.append(torch.equal(state["weight"], parameter[key.start : key.stop]))

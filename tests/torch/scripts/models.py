@@ -183,7 +183,7 @@ def left(state, name):
 
 
 def residuals(sync):
-    return [state["residual"].clone() for _, state in sync.engine.keeper]
+    return [state["residual"].clone() for _, state in sync.engine.states]
 
 
 def same_state(a, b):

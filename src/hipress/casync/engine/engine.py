@@ -1,7 +1,7 @@
 """The engine: tensors in, their mean on every rank out.
 
-Before the first step of its kind a synchronisation is laid out and agreed on; after that things
-are only looked up: the recipe, a free job with its buffers, and off it goes to the executor.
+The first synchronisation of its kind is laid out and agreed on among the ranks. Later ones only
+look up the recipe and a free exchange with its buffers, and submit that to the executor.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hipress import settings
-from hipress.casync.engine.executor import Executor
+from hipress.casync.engine.exchange import Exchange
+from hipress.casync.engine.executors import Executor, OrderedExecutor
 from hipress.casync.engine.handle import CallbackThread, Handle
-from hipress.casync.engine.job import Job
-from hipress.casync.engine.ordered import OrderedExecutor
-from hipress.casync.engine.recipe import Options, Recipe, forgetful
+from hipress.casync.engine.recipe import Options, Recipe, without_state
 from hipress.casync.engine.state_store import StateStore
 from hipress.casync.engine.transport import LinkError, Transport
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.partitions import Placement
 from hipress.casync.ranks.agreement import Agreement
-from hipress.casync.ranks.heartbeats import Health
+from hipress.casync.ranks.heartbeats import Heartbeats
 from hipress.codecs import frame, tensors
 from hipress.codecs.base import Codec
 from hipress.codecs.table import codec as named_codec
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 
 MAX_UNNAMED = 32
-"""Recipes of unnamed calls that are kept, each with its buffers."""
+"""Number of recipes of unnamed calls that are kept, each with its buffers."""
 
 
 @dataclass(slots=True)
@@ -48,19 +47,19 @@ class Stats:
 
     num_syncs: int = 0
     gradient_bytes: int = 0
-    """Of the tensors that were given, as float32."""
+    """Bytes of the tensors that were given, as float32."""
     sent_bytes: int = 0
-    """Handed to the transport, headers of frames among them; of an all-reduce what a ring sends."""
+    """Bytes handed to the transport, headers included; an all-reduce counts what a ring sends."""
     received_bytes: int = 0
     num_messages: int = 0
-    """Sent."""
+    """Number of messages sent."""
 
 
 class Engine:
     """Synchronises tensors among the ranks of a transport.
 
     Args:
-        transport: Nobody else uses it.
+        transport: Used by this engine only.
         store: Shared by exactly these ranks; used for agreement and heartbeats.
         device: Where tensors will be.
         options: The same on all ranks.
@@ -96,32 +95,34 @@ class Engine:
         self.timeout_s = timeout_s
         self.is_closed = False
         self.on_lost: Callable[[BaseException], None] = lambda error: None
-        """Told, from another thread, that a rank is gone."""
-        self.keeper = StateStore()
-        """What the codecs of named tensors remember."""
+        """Called from another thread when a rank is gone."""
+        self.states = StateStore()
+        """The memory of the codecs of named tensors."""
         self._seed = seed
         self._recipes: dict[tuple[Any, ...], Recipe] = {}
         self._names: dict[str, tuple[Any, ...]] = {}
-        """For each named tensor the key of its recipe."""
-        self._free: dict[tuple[Any, ...], list[Job]] = {}
-        """Jobs of unnamed recipes: several of one may be under way."""
-        self._jobs: dict[tuple[Any, ...], Job] = {}
-        """The job of each named recipe: only one may work on its state."""
+        """The key of the recipe of each named tensor."""
+        self._free: dict[tuple[Any, ...], list[Exchange]] = {}
+        """Exchanges of unnamed recipes that are not running; a recipe may have several."""
+        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        """The exchange of each named recipe; only one, since it works on the state."""
         self._last: dict[tuple[Any, ...], Handle] = {}
-        """Its last use."""
+        """The last use of each named recipe."""
         self._steps: dict[tuple[str, ...], int] = {}
         self._codecs: dict[tuple[str, bool], Codec] = {}
         self._sequence = 0
-        self._settler = CallbackThread()
+        self._callback_thread = CallbackThread()
         self._num_agreed = 0
         self._lock = threading.Lock()
-        self._council = Agreement(
+        self._agreement = Agreement(
             store, transport.rank, transport.num_ranks, timeout_s, self._check_alive
         )
-        names = self._council.agree("the start", self._facts(), told=host or socket.gethostname())
+        names = self._agreement.agree(
+            "the start", self._facts(), share=host or socket.gethostname()
+        )
         known = {name: k for k, name in enumerate(dict.fromkeys(names))}
         self.hosts = tuple(known[name] for name in names)
-        self._health = Health(
+        self._heartbeats = Heartbeats(
             store.clone() if hasattr(store, "clone") else store,
             transport.rank,
             transport.num_ranks,
@@ -131,13 +132,13 @@ class Engine:
         )
         self.executor: Executor | OrderedExecutor
         if transport.ordered:
-            self.executor = OrderedExecutor(transport, self.device, self._health.explain)
+            self.executor = OrderedExecutor(transport, self.device, self._heartbeats.explain)
         else:
             num_local_ranks = self.hosts.count(self.hosts[transport.rank])
             self.executor = Executor(
                 transport,
                 self.device,
-                self._health.explain,
+                self._heartbeats.explain,
                 settings.exchange_threads(num_local_ranks),
             )
 
@@ -158,16 +159,16 @@ class Engine:
         """Starts to replace tensors by their mean over all ranks, in place.
 
         Args:
-            values: Of one dtype, on this engine's device; the same on all ranks but for what
-                they hold.
-            codec: An expression, or a codec.
-            strategy: `ps`, `ring`, `hierarchical` or `allreduce`.
-            name: Keys the codec's state, and so its error feedback; without it there is none.
-            names: Instead, one for each tensor. With `placements` a tensor keeps its state when it
-                travels with others than before.
+            values: Tensors of one dtype on this engine's device; all ranks must give the same
+                number, shapes and dtype.
+            codec: A codec or the expression of one.
+            strategy: A name of `strategies.STRATEGIES`.
+            name: Key of the codec's state; without it there is no state and no error feedback.
+            names: One key for each tensor instead. With `placements` a tensor keeps its state when
+                it travels with other tensors than before.
             placements: For each tensor its partitions and their routes (see `Partitioner`).
-            step: Of training; counted for each name if None.
-            total: The sum instead of the mean.
+            step: Step of training; counted for each name if None.
+            total: Compute the sum instead of the mean.
             lr_ratio: The last step's learning rate over this one's, for codecs with momentum.
             weights: The parameters, flat, for codecs that decay them.
         """
@@ -178,105 +179,96 @@ class Engine:
         named = None if names is None else tuple(names)
         recipe, key = self._recipe(values, codec, strategy, named, placements, total)
         if named is not None and (before := self._last.get(key)) is not None:
-            before.settle()  # its job and its state are in use
+            before.wait_ended()  # its exchange and its state are in use
         with self._lock:
             self._sequence += 1
             sequence = self._sequence
-        job = self._job(recipe, key)
+        exchange = self._exchange_for(recipe, key)
         if step is None:
             step = sequence
             if named is not None:
                 step = self._steps.get(named, 0)
                 self._steps[named] = step + 1
-        return self._start(job, key, values, sequence, step, lr_ratio, weights)
+        return self._start(exchange, key, values, sequence, step, lr_ratio, weights)
 
-    def agree(self, what: str, facts: dict[str, Any], told: Any = None) -> list[Any]:
-        """Compares facts among all ranks, and shares what each is told.
-
-        Raises:
-            AgreementError: They differ.
-            PeerError: A rank does not come to the point where all compare.
-        """
+    def agree(self, what: str, facts: dict[str, Any], share: Any = None) -> list[Any]:
+        """Compares facts among all ranks; returns what each rank shares (see `Agreement.agree`)."""
         self.executor.check()
-        return self._council.agree(what, facts, told=told)
+        return self._agreement.agree(what, facts, share=share)
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """What each rank gives, in rank order, on rank 0; nothing on the others."""
-        return self._council.gather(payload)
+        """Returns the payload of each rank, in rank order, on rank 0; nothing on the others."""
+        return self._agreement.gather(payload)
 
     def post(self, number: int, text: str) -> None:
-        """Leaves a text for the other ranks, from rank 0, without a wait (see `Agreement.post`)."""
-        self._council.post(number, text)
+        """Leaves a text of rank 0 for the other ranks without waiting (see `Agreement.post`)."""
+        self._agreement.post(number, text)
 
-    def hear(self, number: int, what: str) -> str:
-        """What rank 0 has posted.
-
-        Raises:
-            PeerError: It did not in time, or is gone.
-        """
+    def read_post(self, number: int, what: str) -> str:
+        """Returns what rank 0 has posted; raises PeerError if it did not in time, or is gone."""
         self.executor.check()
         try:
-            return self._council.hear(number, what)
+            return self._agreement.read_post(number, what)
         except RuntimeError as error:  # the store's
             if isinstance(error, PeerError):
                 raise
             raise self.explain(error) from error
 
     def explain(self, error: RuntimeError) -> BaseException:
-        """What to raise for an error of torch's in a collective call among these ranks."""
-        return self._health.explain(LinkError(str(error)))
+        """Returns the error to raise for one of torch in a collective call among these ranks."""
+        return self._heartbeats.explain(LinkError(str(error)))
 
     def give_up(self, error: Exception) -> None:
-        """Tells the other ranks that this one has failed: within about a second all they wait for
-        ends with a PeerError that names it."""
-        self._health.explain(error)
+        """Tells the other ranks that this one has failed; within about a second their waits end
+        with a PeerError that names it."""
+        self._heartbeats.explain(error)
 
-    def settle(self) -> None:
-        """Waits until no named job is under way: what the keeper holds may be read and written."""
+    def wait_idle(self) -> None:
+        """Waits until no named exchange is running, so that `states` may be read and written."""
         for handle in list(self._last.values()):
-            handle.settle()
+            handle.wait_ended()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drops all there is of some named tensors, their state among it."""
+        """Drops everything about some named tensors, their state included."""
         for name in names:
             self._drop(self._names.get(name))
-            self.keeper.forget(name)
+            self.states.forget(name)
 
     def recipe(self, name: str) -> Recipe:
-        """What is done in the synchronisation of a named tensor; it has been used before."""
+        """Returns the recipe of a named tensor that was synchronised before."""
         return self._recipes[self._names.get(name) or self._names[f"{name}[0]"]]
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the memory of all jobs, the codecs' state apart."""
+        """Bytes of the buffers of all exchanges, without the state of codecs."""
         with self._lock:
-            jobs = [*self._jobs.values(), *(job for free in self._free.values() for job in free)]
-        return sum(job.num_bytes for job in jobs)
+            lists = [self._exchanges.values(), *self._free.values()]
+            return sum(exchange.num_bytes for exchanges in lists for exchange in exchanges)
 
     def record(self) -> list[Event]:
-        """Records tasks from now on; what has been recorded so far is in the list returned."""
+        """Starts to record tasks; returns the list that they are appended to."""
         if self.executor.events is None:
             self.executor.events = []
         return self.executor.events
 
     def stop_recording(self) -> None:
-        """Ends what `record` began."""
+        """Stops the recording that `record` started."""
         self.executor.events = None
 
     def clock_offset(self) -> tuple[int, int]:
-        """This rank's clock against rank 0's in nanoseconds, and by how much that may be wrong."""
-        return self._council.clock_offset()
+        """Returns the offset of this rank's clock to rank 0's, and its error bound, in ns."""
+        return self._agreement.clock_offset()
 
     def close(self) -> None:
-        """Ends the engine; its jobs must be done."""
+        """Ends the engine; its exchanges must be done."""
         self.is_closed = True
-        self._health.close()
+        self._heartbeats.close()
         self.executor.close()
-        self._settler.close()
+        self._callback_thread.close()
 
     def _start(
         self,
-        job: Job,
+        exchange: Exchange,
         key: tuple[Any, ...],
         values: Sequence[torch.Tensor],
         sequence: int,
@@ -285,7 +277,7 @@ class Engine:
         weights: Sequence[torch.Tensor] | None,
     ) -> Handle:
         stream = self.executor.stream
-        handle = Handle(values, stream, self._settler)
+        handle = Handle(values, stream, self._callback_thread)
         originals = [value.detach() for value in values]
         flats = [value.contiguous().view(-1) for value in originals]
         apart = [
@@ -298,35 +290,35 @@ class Engine:
             try:
                 for value, flat in apart if error is None else ():
                     value.copy_(flat.view(value.shape))
-            except BaseException as problem:  # whoever waits must hear of it
+            except BaseException as problem:  # the caller that waits must get it
                 error = problem
-            job.let_go()
+            exchange.release()
             handle.end(error)
-            if error is None and job.recipe.names is None:
-                job.last_use = handle.event
+            if error is None and exchange.recipe.names is None:
+                exchange.last_use = handle.event
                 with self._lock:
                     if key in self._free:
-                        self._free[key].append(job)
+                        self._free[key].append(exchange)
 
-        job.begin(flats, sequence, step, lr_ratio=lr_ratio, weights=weights)
-        job.on_done = on_done
-        if job.recipe.names is not None:
+        exchange.prepare(flats, sequence, step, lr_ratio=lr_ratio, weights=weights)
+        exchange.on_done = on_done
+        if exchange.recipe.names is not None:
             self._last[key] = handle
-        self._count(job)
+        self._count(exchange)
         ready = None
         if stream is not None:
-            # blocking: whoever waits for it leaves the core to others.
+            # blocking: a thread that waits for it leaves the core to others.
             ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(self.device))
         try:
-            self.executor.submit(job, ready)
+            self.executor.submit(exchange, ready)
         except BaseException as error:
             on_done(error)
             raise
         return handle
 
     def _check_alive(self) -> None:
-        """Raises where a rank is known to be gone."""
+        """Raises if a rank is known to be gone."""
         if (executor := getattr(self, "executor", None)) is not None:
             executor.check()
 
@@ -335,37 +327,37 @@ class Engine:
             executor.fail(error)
         self.on_lost(error)
 
-    def _count(self, job: Job) -> None:
+    def _count(self, exchange: Exchange) -> None:
         stats = self.stats
         stats.num_syncs += 1
-        stats.gradient_bytes += 4 * sum(job.recipe.numels)
-        sent, received = job.bound.sent_bytes, job.bound.received_bytes
-        if job.recipe.is_plain:
-            # What an all-reduce sends at least: gloo's and NCCL's rings do not send more.
+        stats.gradient_bytes += 4 * sum(exchange.recipe.numels)
+        sent, received = exchange.bound.sent_bytes, exchange.bound.received_bytes
+        if exchange.recipe.is_plain:
+            # What an all-reduce sends at least; the rings of gloo and NCCL do not send more.
             num_ranks = self.transport.num_ranks
-            element = torch.empty(0, dtype=job.recipe.dtype).element_size()
-            numel = sum(job.recipe.numels)
+            element = torch.empty(0, dtype=exchange.recipe.dtype).element_size()
+            numel = sum(exchange.recipe.numels)
             sent = received = 2 * (num_ranks - 1) * element * numel // num_ranks
         stats.sent_bytes += sent
         stats.received_bytes += received
-        stats.num_messages += job.bound.num_messages
+        stats.num_messages += exchange.bound.num_messages
 
-    def _job(self, recipe: Recipe, key: tuple[Any, ...]) -> Job:
-        """A job that is free, with its buffers; made where there is none."""
+    def _exchange_for(self, recipe: Recipe, key: tuple[Any, ...]) -> Exchange:
+        """Returns an exchange that is not running; makes one if there is none."""
         if recipe.names is None:
             with self._lock:
                 free = self._free.setdefault(key, [])
-                job = free.pop() if free else None
+                exchange = free.pop() if free else None
         else:
-            job = self._jobs.get(key)
-            if job is not None and (before := self._last.get(key)) is not None:
-                job.last_use = before.event
-        if job is None:
+            exchange = self._exchanges.get(key)
+            if exchange is not None and (before := self._last.get(key)) is not None:
+                exchange.last_use = before.event
+        if exchange is None:
             on_host = not self.transport.on_device
-            job = Job(recipe, self.keeper, on_host=on_host, seed=self._seed)
+            exchange = Exchange(recipe, self.states, on_host=on_host, seed=self._seed)
             if recipe.names is not None:
-                self._jobs[key] = job
-        return job
+                self._exchanges[key] = exchange
+        return exchange
 
     def _recipe(
         self,
@@ -398,13 +390,13 @@ class Engine:
         placements: Sequence[tuple[Placement, ...]] | None,
         total: bool,
     ) -> Recipe:
-        strategies.check(strategy)
+        known = strategies.get(strategy)
         made = named_codec(codec) if isinstance(codec, str) else codec
         if names is None:
-            made = forgetful(made)
+            made = without_state(made)
         first = values[0]
         for value in values:
-            _check(value, first, self.device, plain=made.name == "none" and strategy == "allreduce")
+            _check(value, first, self.device, plain=known.sums_in_transport(made.name))
         if not first.is_floating_point() and not total:
             raise UsageError(
                 f"the mean of {first.dtype} is no whole number; ask for op='sum', or convert."
@@ -426,8 +418,8 @@ class Engine:
             placements=None if placements is None else tuple(placements),
         )
         replaced = self._replaced(recipe)
-        told = f"allreduce of {recipe.name!r}" if recipe.name else "an allreduce"
-        self._council.agree(told, recipe.facts())
+        what = f"allreduce of {recipe.name!r}" if recipe.name else "an allreduce"
+        self._agreement.agree(what, recipe.facts())
         self._num_agreed += 1
         for old in replaced:
             self._drop(old)
@@ -439,16 +431,16 @@ class Engine:
         return recipe
 
     def _replaced(self, recipe: Recipe) -> set[tuple[Any, ...]]:
-        """Keys of recipes whose tensors another puts together anew; refuses other tensors."""
+        """Returns the keys of recipes that a new one replaces; refuses changed tensors."""
         names = recipe.names or ()
         if len(set(names)) != len(names):
             raise UsageError(f"two tensors of one call have a name in common: {sorted(names)}.")
         found = set()
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             if name not in self._names:
                 continue
             old = self._recipes[self._names[name]]
-            changed = _changed(old, recipe, name, place)
+            changed = _changed(old, recipe, name, index)
             if changed:
                 raise UsageError(
                     f"name {name!r} was used before with another {' and '.join(changed)}; it keys "
@@ -458,19 +450,19 @@ class Engine:
         return found
 
     def _drop(self, key: tuple[Any, ...] | None) -> None:
-        """Forgets a named recipe and its buffers; what its codecs remember stays."""
+        """Drops a named recipe and its buffers; the memory of its codecs stays."""
         if key is None:
             return
         if (last := self._last.pop(key, None)) is not None:
-            last.settle()
-        self._jobs.pop(key, None)
+            last.wait_ended()
+        self._exchanges.pop(key, None)
         recipe = self._recipes.pop(key)
         for name in recipe.names or ():
             if self._names.get(name) == key:
                 del self._names[name]
 
     def _forget_old(self) -> None:
-        """Drops what unnamed calls left, but for the latest: their sizes may never come again."""
+        """Drops all but the latest recipes of unnamed calls, whose sizes may never come again."""
         unnamed = [key for key, recipe in self._recipes.items() if recipe.names is None]
         for key in unnamed[:-MAX_UNNAMED]:
             del self._recipes[key]
@@ -494,7 +486,7 @@ class Engine:
 
 
 def _title(names: Sequence[str] | None) -> str:
-    """What a recipe is called: the name that all its tensors share, or the first and how many."""
+    """Returns the title of a recipe: the name that its tensors share, or the first and a count."""
     if not names:
         return ""
     if len(names) == 1:
@@ -505,17 +497,17 @@ def _title(names: Sequence[str] | None) -> str:
     return f"{names[0]} and {len(names) - 1} more"
 
 
-def _changed(old: Recipe, new: Recipe, name: str, place: int) -> list[str]:
-    """What keeps a tensor from travelling in another recipe with the state it has."""
+def _changed(old: Recipe, new: Recipe, name: str, index: int) -> list[str]:
+    """Returns what has changed, so that a tensor cannot take its state into another recipe."""
     before, now = old.facts(), new.facts()
     before_at = (old.names or ()).index(name)
-    if not (old.remembers and new.remembers):
+    if not (old.keeps_state and new.keeps_state):
         return []
     if old.placements is None or new.placements is None:
         return [fact for fact, value in now.items() if value != before[fact]]
     same = ("codec", "codec program", "strategy", "operation", "dtype")
     changed = [fact for fact in same if before[fact] != now[fact]]
-    if old.placements[before_at] != new.placements[place]:
+    if old.placements[before_at] != new.placements[index]:
         changed.append("number of elements or place")
     return changed
 

@@ -1,4 +1,4 @@
-"""A synchronisation under way, for whoever started it."""
+"""What a caller gets for a synchronisation that is running."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 CLOSE_S = 5.0
-"""A thread that is stuck keeps nobody longer from leaving."""
+"""How long `close` waits for a thread that is stuck, so that the caller can return."""
 
 
 class CallbackThread:
-    """A thread that settles futures: what users hang on them may start, and await, the next."""
+    """Runs the callbacks of futures, which may start, and wait for, the next synchronisation."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -23,7 +23,7 @@ class CallbackThread:
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[[], None]) -> None:
-        """Runs a call soon, after those before it."""
+        """Runs a call after those that were put before it."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -33,7 +33,7 @@ class CallbackThread:
         self._calls.put(call)
 
     def close(self) -> None:
-        """Ends the thread, after what it was given."""
+        """Ends the thread after the calls that were put."""
         self._calls.put(None)
         # What it holds must not be freed while Python shuts down: torch aborts the process then.
         thread = self._thread
@@ -43,25 +43,25 @@ class CallbackThread:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # and with it tensors, now and not with the next call
+            del call  # frees its tensors now and not with the next call
 
 
 class Handle:
-    """A synchronisation under way."""
+    """A synchronisation that is running."""
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
         stream: torch.cuda.Stream | None,
-        settler: CallbackThread,
+        callback_thread: CallbackThread,
     ) -> None:
-        self._settler = settler
-        self._tensors = list(tensors)  # kept alive until it is done
+        self._callback_thread = callback_thread
+        self._tensors = list(tensors)  # keeps them alive until it is done
         self._stream = stream
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self.event: torch.cuda.Event | None = None
-        """On a GPU, the end of it."""
+        """On a GPU, recorded where it ends."""
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -70,17 +70,18 @@ class Handle:
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Returns when the tensors hold the result (on a GPU: for this stream); or raises."""
+        """Waits until the tensors hold the result (on a GPU: for this stream), or raises."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
-        if self.event is not None:
-            assert self._stream is not None
-            torch.cuda.current_stream(self._stream.device).wait_event(self.event)
+        self._wait_on_stream()
 
-    def settle(self) -> None:
-        """As `wait`, but whoever started it hears of its errors, not who comes after."""
+    def wait_ended(self) -> None:
+        """As `wait`, but does not raise: errors go to the caller that started it."""
         self._ended.wait()
+        self._wait_on_stream()
+
+    def _wait_on_stream(self) -> None:
         if self.event is not None:
             assert self._stream is not None
             torch.cuda.current_stream(self._stream.device).wait_event(self.event)
@@ -88,11 +89,11 @@ class Handle:
     def future(
         self, value: Any, on_error: Callable[[BaseException], None] | None = None
     ) -> torch.futures.Future[Any]:
-        """The same as torch's future (see `joint`)."""
+        """Returns the handle as a future of torch (see `joint`)."""
         return joint([self], value, on_error)
 
     def on_end(self, call: Callable[[BaseException | None], None]) -> None:
-        """Calls back when it has ended, with the error if there is one."""
+        """Calls `call` when it has ended, with the error if there is one."""
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(lambda: call(self._error))
@@ -100,7 +101,7 @@ class Handle:
         call(self._error)
 
     def end(self, error: BaseException | None) -> None:
-        """Called once by the engine: with None, or with why it failed."""
+        """Marks it as ended, with the error if it failed; the engine calls this once."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -111,7 +112,7 @@ class Handle:
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            self._settler.put(callback)
+            self._callback_thread.put(callback)
 
 
 def joint(
@@ -119,14 +120,14 @@ def joint(
     value: Any,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> torch.futures.Future[Any]:
-    """A future of torch's that gives `value` when all of some synchronisations have ended.
+    """Returns a future of torch that gives `value` when all of some synchronisations have ended.
 
-    On a GPU it carries the stream they end on: torch's own way to join futures would drop it.
+    On a GPU it carries the stream they end on: `torch.futures.collect_all` would drop it.
 
     Args:
-        handles: Of one engine.
-        value: What it gives.
-        on_error: Told of an error, and then the future gives `value` all the same; without it
+        handles: Handles of one engine.
+        value: The result of the future.
+        on_error: Called with an error, after which the future still gives `value`; without it
             the future raises the error.
     """
     stream = handles[0]._stream

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests: the contract of a transport without a network."""
+"""A transport between threads of one process, for tests and examples."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hipress.errors import PeerError
 
 
 class Hub:
-    """Where the ranks of one process meet.
+    """Holds the messages between the ranks of one process.
 
     Args:
-        num_ranks: How many.
-        timeout_s: After which a receive fails.
+        num_ranks: The number of ranks.
+        timeout_s: Time after which a receive fails.
 
     Example:
         >>> hub = Hub(2)
@@ -37,7 +37,7 @@ class Hub:
         self.lock = threading.Lock()
 
     def wire(self, of: int, to: int, tag: int) -> queue.SimpleQueue[torch.Tensor]:
-        """The messages from one rank to another under a tag."""
+        """Returns the messages from one rank to another under a tag."""
         with self.lock:
             return self.messages[of, to, tag]
 

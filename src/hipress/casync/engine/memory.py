@@ -1,4 +1,4 @@
-"""Memory of the slots: frames, elements, and the pinned twins of a GPU's frames."""
+"""Memory of the slots: frames, elements, and pinned copies of a GPU's frames."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hipress.codecs.bulk import Bulk
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of our own on a GPU."""
+    """Makes a stream of our own on a GPU."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Scratch(threading.local):
-    """Where merges add up: one place for each thread that computes."""
+    """Where merges add up; each computing thread has its own."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0)
 
     def take(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Some float32, whatever they hold."""
+        """Returns float32 memory with any content."""
         if self._held.numel() < numel or self._held.device != device:
             self._held = torch.zeros(numel, device=device)
         return self._held[:numel]
@@ -34,22 +34,24 @@ scratch = Scratch()
 _NOTHING = torch.empty(0)
 
 
-class Cell:
-    """Memory of a slot: where codecs work, and where the transport does."""
+class Buffer:
+    """Memory of a slot: where codecs work, and, if that differs, where the transport does."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, on_host: bool) -> None:
-        self.device = torch.empty(numel, dtype=dtype, device=device)
+        self.data = torch.empty(numel, dtype=dtype, device=device)
+        """What codecs read and write."""
         self.staged = device.type == "cuda" and on_host
-        self._wire = self.device
+        """Whether the transport works on a pinned copy in host memory."""
+        self._wire = self.data
         self._event: torch.cuda.Event | None = None
         if self.staged:
             self._wire = torch.empty(numel, dtype=dtype, pin_memory=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def cut(self, numel: int) -> Cell:
-        """The first elements, in the same memory."""
-        part = Cell.__new__(Cell)
-        part.device, part._wire = self.device[:numel], self._wire[:numel]
+    def prefix(self, numel: int) -> Buffer:
+        """Returns the first elements, in the same memory."""
+        part = Buffer.__new__(Buffer)
+        part.data, part._wire = self.data[:numel], self._wire[:numel]
         part.staged, part._event = self.staged, self._event
         return part
 
@@ -60,56 +62,56 @@ class Cell:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, a pinned twin among it."""
-        return self.device.nbytes * (2 if self.staged else 1)
+        """Bytes of memory, including a pinned copy."""
+        return self.data.nbytes * (2 if self.staged else 1)
 
     def publish(self) -> None:
-        """Computing queue, after writing: starts the way to where the transport reads it."""
+        """Starts the copy to where the transport reads; the computing queue calls it."""
         if self.staged:
             assert self._event is not None
-            self._wire.copy_(self.device, non_blocking=True)
+            self._wire.copy_(self.data, non_blocking=True)
             self._event.record()
 
     def fetch(self) -> torch.Tensor:
-        """Computing queue, before reading: starts the way from where the transport wrote it."""
+        """Starts the copy from where the transport wrote; the computing queue calls it."""
         if self.staged:
-            self.device.copy_(self._wire, non_blocking=True)
-        return self.device
+            self.data.copy_(self._wire, non_blocking=True)
+        return self.data
 
     @property
-    def settles(self) -> bool:
-        """Whether `settle` may wait or copy."""
+    def waits_before_send(self) -> bool:
+        """Whether `before_send` may wait or copy."""
         return self.staged
 
-    def settle(self) -> None:
-        """Communicating queue, before a send: waits until what `publish` started is done."""
+    def before_send(self) -> None:
+        """Waits until what `publish` started is done; the communicating queue calls it."""
         if self._event is not None:
             self._event.synchronize()
 
-    def arrive(self) -> None:
-        """Communicating queue, after a receive."""
+    def after_recv(self) -> None:
+        """Hands on what was received; the communicating queue calls it."""
         return None
 
 
-class Elements(Cell):
-    """The gradient's own memory as the transport moves it: plain, and another in every step."""
+class GradientBuffer(Buffer):
+    """The gradient's own memory as the transport moves it: uncompressed, another in every step."""
 
-    def __init__(self, part: Part, on_host: bool) -> None:
-        self._part = part
+    def __init__(self, chunk: Chunk, on_host: bool) -> None:
+        self._chunk = chunk
         self._on_host = on_host
         self._pinned: torch.Tensor | None = None
         self.staged = False
 
     @property
-    def settles(self) -> bool:
+    def waits_before_send(self) -> bool:
         return True
 
     def _through_host(self) -> bool:
-        return self._on_host and self._part.elements.is_cuda
+        return self._on_host and self._chunk.elements.is_cuda
 
     @property
     def wire(self) -> torch.Tensor:
-        elements = self._part.elements
+        elements = self._chunk.elements
         if self._through_host():
             if self._pinned is None:
                 self._pinned = torch.empty(elements.numel(), dtype=elements.dtype, pin_memory=True)
@@ -120,26 +122,26 @@ class Elements(Cell):
     def num_bytes(self) -> int:
         return 0 if self._pinned is None else self._pinned.nbytes
 
-    def settle(self) -> None:
-        elements = self._part.gather()
+    def before_send(self) -> None:
+        elements = self._chunk.gather()
         if self._through_host():
             self.wire.copy_(elements.view(torch.uint8))  # and waits: this memory is pinned
 
-    def arrive(self) -> None:
+    def after_recv(self) -> None:
         if self._through_host():
-            self._part.elements.view(torch.uint8).copy_(self.wire)
-        self._part.scatter()
+            self._chunk.elements.view(torch.uint8).copy_(self.wire)
+        self._chunk.scatter()
 
 
-class Part:
-    """A chunk of the graph: some partitions that travel together.
+class Chunk:
+    """Some partitions that travel together in one frame.
 
     Args:
-        partitions: Of the caller's tensors.
+        partitions: Where they are in the caller's tensors.
         codec: Decides how several lie side by side; None: without gaps.
-        dtype: Of the tensors.
+        dtype: The dtype of the tensors.
         home: Where the tensors are.
-        device: Where they are worked on.
+        device: Where codecs work on them.
     """
 
     def __init__(
@@ -157,8 +159,9 @@ class Part:
         self.numel = sum(numels)
         self._numels = numels
         self._bulks: dict[str, Bulk] = {}
-        self._in_bulk = codec is not None and len(numels) > 1
-        if codec is not None and self._in_bulk:
+        self.is_bulk = codec is not None and len(numels) > 1
+        """Whether its frames hold several gradients."""
+        if codec is not None and self.is_bulk:
             bulk = self.bulk(codec)
             self.numel, starts = bulk.numel, bulk.offsets
         # Several gradients lie side by side in memory of their own; so does one on another device.
@@ -181,43 +184,38 @@ class Part:
         else:
             self.elements = views[0]
 
-    def let_go(self) -> None:
-        """Forgets them, so that they can be freed."""
+    def release(self) -> None:
+        """Drops the gradients, so that they can be freed."""
         self._originals = []
         if not self._staged:
             self.elements = _NOTHING
 
     def gather(self) -> torch.Tensor:
-        """The elements to read."""
+        """Returns the elements to read."""
         if self._staged:
             torch._foreach_copy_(self._copies, self._originals)
         return self.elements
 
     def scatter(self) -> None:
-        """Hands out what was written."""
+        """Copies what was written to the caller's tensors."""
         if self._staged:
             torch._foreach_copy_(self._originals, self._copies)
 
     @property
     def num_bytes(self) -> int:
-        """Of the copy, if there is one."""
+        """Bytes of the copy, if there is one."""
         return self.elements.nbytes if self._staged else 0
 
-    @property
-    def is_bulk(self) -> bool:
-        """Whether its frames hold several gradients."""
-        return self._in_bulk
-
     def bulk(self, codec: Codec) -> Bulk:
-        """A codec for all of its gradients at once."""
+        """Returns a codec for all of its gradients at once."""
         if codec.name not in self._bulks:
             self._bulks[codec.name] = codec.bulk(self._numels)
         return self._bulks[codec.name]
 
     def coder(self, codec: Codec) -> Codec | Bulk:
-        """What encodes and decodes it."""
-        return self.bulk(codec) if self._in_bulk else codec
+        """Returns what encodes and decodes it."""
+        return self.bulk(codec) if self.is_bulk else codec
 
     def wire_bytes(self, codec: Codec) -> int:
-        """Of a frame."""
-        return self.bulk(codec).wire_bytes if self._in_bulk else codec.wire_bytes(self.numel)
+        """Returns the bytes of a frame."""
+        return self.bulk(codec).wire_bytes if self.is_bulk else codec.wire_bytes(self.numel)

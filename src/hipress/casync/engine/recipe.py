@@ -1,4 +1,4 @@
-"""One synchronisation as all ranks must see it: tensors, codec, strategy, and the graph."""
+"""What all ranks agree on before a synchronisation: tensors, codec, strategy, and the graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from hipress.casync.graphs import partitions, shape
+from hipress.casync.graphs import partitions, shape, strategies
 from hipress.casync.graphs.graph import Graph
 from hipress.casync.graphs.shape import Shape
 from hipress.codecs.base import Codec
@@ -27,36 +27,36 @@ class Options:
     compress_on_cpu: bool = False
     """Run codecs on the host although the gradient is on a GPU."""
     chunk_numel: int | None = None
-    """Elements of a chunk; by the kind of device if None."""
+    """Elements of a chunk; if None, the kind of device decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One synchronisation, as all ranks must see it; the graph is that of this rank."""
+    """One kind of synchronisation, the same on all ranks; the graph is that of this rank."""
 
     name: str = ""
-    """For people."""
+    """Shown in errors and timelines."""
     names: tuple[str, ...] | None
-    """Of the tensors: they key the codec's state; None: there is none."""
+    """Names of the tensors, which key the codec's state; None: there is no state."""
     numels: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     codec: Codec
     strategy: str
     total: bool
-    """Sum, not mean."""
+    """Whether the result is the sum, not the mean."""
     rank: int
     hosts: tuple[int, ...]
     ordered: bool
     number: int = 0
-    """In the order in which ranks agreed on recipes; part of the tags of messages."""
+    """Counts the recipes that ranks agreed on; part of the tags of messages."""
     options: Options = field(default_factory=Options)
     placements: tuple[tuple[partitions.Placement, ...], ...] | None = None
-    """For each tensor its partitions and their routes, where those must not depend on the others."""
+    """The partitions of each tensor and their routes; None: they depend on the tensors together."""
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """For people: the gradients of each chunk, and which part of them."""
+        """The gradients of each chunk, and which part of them, as shown in timelines."""
         return tuple(self._label(members) for members in self.layout.members)
 
     def _label(self, members: Sequence[partitions.Partition]) -> str:
@@ -69,19 +69,19 @@ class Recipe:
         return ", ".join(texts) + more
 
     @cached_property
-    def remembers(self) -> bool:
-        """Whether a rank keeps something from step to step."""
+    def keeps_state(self) -> bool:
+        """Whether a rank keeps state from step to step."""
         back = self.codec.aggregator(len(self.hosts))
         return bool(self.codec.state_names or back.state_names)
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the transport's own sum does it."""
-        return self.strategy == "allreduce" and self.codec.name == "none"
+        """Whether the transport's own all-reduce does it."""
+        return strategies.get(self.strategy).sums_in_transport(self.codec.name)
 
     @cached_property
     def shape(self) -> Shape:
-        """How the gradients are cut and what each rank does."""
+        """How the gradients are cut and what each rank does, without tensors."""
         options = self.options
         return Shape(
             numels=self.numels,
@@ -108,20 +108,20 @@ class Recipe:
 
     @cached_property
     def num_needs(self) -> list[int]:
-        """For each task, how many others it needs."""
+        """How many other tasks each task needs."""
         return [len(task.needs) for task in self.graph.tasks]
 
     @cached_property
     def followers(self) -> list[list[int]]:
-        """For each task, those that need it."""
+        """The tasks that need each task."""
         found: list[list[int]] = [[] for _ in self.graph.tasks]
-        for place, task in enumerate(self.graph.tasks):
+        for index, task in enumerate(self.graph.tasks):
             for need in task.needs:
-                found[need].append(place)
+                found[need].append(index)
         return found
 
     def facts(self) -> dict[str, object]:
-        """What ranks compare before they use it."""
+        """Returns what ranks compare before they use the recipe."""
         return {
             "names of tensors": list(self.names) if self.names is not None else None,
             "codec": self.codec.name,
@@ -140,7 +140,7 @@ class Recipe:
 
 
 def chunk_numel(codec: Codec, device: torch.device, options: Options) -> int:
-    """Elements of a chunk: as many as encode well, fewer where that makes a long message."""
+    """Returns the elements of a chunk for a codec on a device (see `shape.chunk_numel`)."""
     if options.chunk_numel is not None:
         return options.chunk_numel
     on_gpu = device.type == "cuda" and not options.compress_on_cpu
@@ -148,18 +148,18 @@ def chunk_numel(codec: Codec, device: torch.device, options: Options) -> int:
 
 
 def codes_local(codec: Codec, num_ranks: int) -> bool:
-    """Whether a rank's gradient must pass its own codec before a ring merges it.
+    """Returns whether a rank's gradient must pass its own codec before a ring merges it.
 
-    A hop encodes the own gradient with that of others. That would lose momentum, which is each
-    rank's own, and what a way back without a residual does not send.
+    A hop encodes the own gradient together with that of others. That would lose momentum, which
+    each rank keeps for itself, and whatever a way back without a residual does not send.
     """
     own, back = set(codec.state_names), set(codec.aggregator(num_ranks).state_names)
     return not (own <= {"residual"} and own <= back)
 
 
-def forgetful(codec: Codec) -> Codec:
-    """The codec without error feedback and momentum, as far as wrappers brought them."""
+def without_state(codec: Codec) -> Codec:
+    """Returns the codec without the error feedback and momentum of wrappers."""
     if isinstance(codec, ProgramCodec) and (codec.variant.feedback or codec.variant.momentum):
         return codec.with_variant(PLAIN, codec.name)
     inner = getattr(codec, "inner", None)
-    return forgetful(inner) if isinstance(inner, Codec) else codec
+    return without_state(inner) if isinstance(inner, Codec) else codec

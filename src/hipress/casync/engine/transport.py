@@ -1,19 +1,26 @@
-"""What carries messages: the seam between the executor and torch.distributed.
+"""What carries messages: the interface between the executors and torch.distributed.
 
-`Transport` is the contract; `GroupTransport` fulfils it on a process group of any backend. See
-`loopback` for one inside a process, `strict` for the check of graphs without data.
+`Transport` is the contract; `GroupTransport` fulfils it on a process group of any backend, and
+`loopback` inside one process.
+
+The sockets that gloo opens are kept, so that they can be shut down. gloo waits for a message until
+it comes, the peer hangs up, or the timeout is over; torch cannot make it stop (`abort` of a group
+leaves the waiting threads where they are). A process with such a thread cannot end well: a thread
+that comes back while Python shuts down aborts the process. Shutting the connection down wakes it.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from hipress.casync.engine.sockets import Sockets, shut_down
 from hipress.errors import HipressError, PeerError, UsageError
 
 if TYPE_CHECKING:
@@ -21,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class LinkError(RuntimeError):
-    """What the transport says of a message that failed."""
+    """A message failed in the transport."""
 
 
 @contextmanager
 def on_the_link() -> Iterator[None]:
-    """What fails inside is the link's fault, or that of who is at its other end."""
+    """Turns a RuntimeError of torch into a LinkError: the link or the peer has failed."""
     try:
         yield
     except RuntimeError as error:
@@ -36,13 +43,13 @@ def on_the_link() -> Iterator[None]:
 
 
 def finish(pending: Pending) -> None:
-    """Waits for something under way."""
+    """Waits for a pending message."""
     with on_the_link():
         pending.wait()
 
 
 def raise_again(failure: BaseException | None) -> None:
-    """Raises for a call that comes after a failure."""
+    """Raises the error for a call that comes after a failure."""
     if failure is None:
         return
     if isinstance(failure, UsageError):
@@ -50,12 +57,12 @@ def raise_again(failure: BaseException | None) -> None:
     ranks = getattr(failure, "ranks", ())
     text = str(failure).removesuffix(".")
     raise PeerError(
-        f"the exchange is down since an earlier error ({text}); restart the job.", ranks=ranks
+        f"the exchange is down since an earlier error ({text}); restart the exchange.", ranks=ranks
     ) from failure
 
 
 class Pending(Protocol):
-    """Something under way."""
+    """A message, or an all-reduce, that was started."""
 
     def wait(self) -> object:
         """Returns when it is done, raises when it failed."""
@@ -81,7 +88,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(self, data: torch.Tensor) -> Pending:
-        """Starts to sum `data` over all ranks, in place; in the same order on all ranks."""
+        """Starts to sum `data` over all ranks, in index; in the same order on all ranks."""
 
     def exchange(
         self,
@@ -93,7 +100,7 @@ class Transport(ABC):
         return [*received, *(self.send(data, to, 0) for data, to in sends)]
 
     def abort(self) -> None:
-        """Makes what is under way fail; nothing can be sent any more."""
+        """Makes what is pending fail; nothing can be sent any more."""
         return None
 
 
@@ -101,10 +108,10 @@ class GroupTransport(Transport):
     """A process group of our own, gloo or any other backend.
 
     Args:
-        group: Nobody else may communicate in it.
-        backend: Its backend: gloo has tags and takes host memory; others are taken to have none
-            and to take the device's.
-        sockets: What it communicates through, as far as that is known.
+        group: A group that nothing else communicates in.
+        backend: Its backend. gloo has tags and takes host memory; others are assumed to have no
+            tags and to take the memory of the device.
+        sockets: The sockets it communicates through, as far as they are known.
     """
 
     def __init__(self, group: ProcessGroup, backend: str, sockets: Sockets | None = None) -> None:
@@ -140,8 +147,34 @@ class GroupTransport(Transport):
             return super().exchange(sends, recvs)
         import torch.distributed as dist
 
-        # One grouped call: what NCCL's own all-to-all is made of.
+        # One grouped call, as NCCL's own all-to-all.
         ops = [dist.P2POp(dist.irecv, data, group=self.group, group_peer=of) for data, of in recvs]
         ops += [dist.P2POp(dist.isend, data, group=self.group, group_peer=to) for data, to in sends]
         with on_the_link():
             return dist.batch_isend_irecv(ops) if ops else []
+
+
+Sockets = dict[int, int]
+"""File descriptors with their inodes, which tell whether it is still the same socket."""
+
+
+def open_sockets() -> Sockets:
+    """Returns the sockets of this process; none where the system does not list them."""
+    found: Sockets = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                facts = os.fstat(int(name))
+                if stat.S_ISSOCK(facts.st_mode):
+                    found[int(name)] = facts.st_ino
+    return found
+
+
+def shut_down(sockets: Sockets) -> None:
+    """Ends the connections; a thread that waits on one gets an error."""
+    for fd, inode in sockets.items():
+        with suppress(OSError):
+            if os.fstat(fd).st_ino == inode:
+                with socket.socket(fileno=os.dup(fd)) as one:
+                    one.getpeername()  # raises for one that listens: gloo dies if that ends
+                    one.shutdown(socket.SHUT_RDWR)

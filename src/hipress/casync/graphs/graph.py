@@ -50,8 +50,14 @@ class Kind(str, Enum):
     """The mean of all, as every rank decodes it."""
 
 
+MESSAGE_CLASS = {Kind.GRADIENT: 0, Kind.RAW: 0, Kind.FRAME: 1, Kind.PARTIAL: 2, Kind.BACK: 3}
+"""Tells the messages of one chunk between two ranks apart; both ends have the same class."""
+
+NUM_MESSAGE_CLASSES = 4
+
+
 class Slot(NamedTuple):
-    """A place for one chunk."""
+    """Names the memory of one chunk."""
 
     kind: Kind
     chunk: int
@@ -59,6 +65,11 @@ class Slot(NamedTuple):
     """Who made it."""
     merged: int = 1
     """How many contributions are in it."""
+
+    @property
+    def tag(self) -> int:
+        """The lower half of the tag of a message that carries this slot."""
+        return self.chunk * NUM_MESSAGE_CLASSES + MESSAGE_CLASS[self.kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +86,7 @@ class Task:
     of: tuple[int, ...] = ()
     """Of a recv or exchange: the sender of each slot it writes."""
     depth: int = 0
-    """Its place in the life of the chunk, the same on all ranks: a recv is one below its send."""
+    """Its stage in the life of the chunk, the same on all ranks: a recv is one below its send."""
     needs: tuple[int, ...] = ()
     """Tasks that must be done before it, as positions in the graph."""
 
@@ -110,7 +121,7 @@ class Draft:
 
     def add(self, task: Task, needs: Iterable[int] = ()) -> None:
         """Appends a task that needs what its slots demand, and `needs`."""
-        place = len(self.tasks)
+        index = len(self.tasks)
         found = set(needs)
         for slot in task.reads:
             if slot in self._writer:
@@ -120,10 +131,10 @@ class Draft:
             if slot in self._writer:
                 found.add(self._writer[slot])
         for slot in task.reads:
-            self._readers.setdefault(slot, []).append(place)
+            self._readers.setdefault(slot, []).append(index)
         for slot in task.writes:
-            self._writer[slot] = place
-        found.discard(place)
+            self._writer[slot] = index
+        found.discard(index)
         self.tasks.append(replace(task, needs=tuple(sorted(found))))
 
     def encode(self, x: Slot, frame: Slot, depth: int) -> None:

@@ -108,9 +108,9 @@ def stages(graph: Graph) -> Graph:
     draft = Draft(graph.num_ranks, graph.rank, graph.routes)
     tasks = sorted(graph.tasks, key=lambda task: (task.depth, task.chunk))
     behind: list[int] = []
-    for place, task in enumerate(tasks):
-        if place and task.depth != tasks[place - 1].depth:
-            behind = [k for k in range(place) if tasks[k].depth == tasks[place - 1].depth]
+    for index, task in enumerate(tasks):
+        if index and task.depth != tasks[index - 1].depth:
+            behind = [k for k in range(index) if tasks[k].depth == tasks[index - 1].depth]
         # A receive may be posted early; what reads it waits for its stage.
         draft.add(task, () if task.verb is Verb.RECV else behind)
     return draft.graph()

@@ -1,7 +1,8 @@
 """How a list of gradients is cut: large ones into partitions, small ones put together.
 
-A *partition* is a run of elements of one gradient. Partitions of one group travel in one frame. Groups
-are dealt out to routes so that each route carries about as much as another.
+A *partition* is a contiguous run of elements of one gradient. A *chunk* is what one frame carries:
+one large partition, or a group of small ones. Chunks are assigned to routes so that each route
+carries about as much as another.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 CHUNK_NUMEL = 2**21
-"""A partition has about as many elements: 8 MB, which onebit encodes in 1 ms. Four ranks on two cores
-at 1 Gbit took 133, 124 and 85 ms for 100 MB with partitions of 2, 4 and 8 MB; messages cost there. With
-12 partitions encode, wire and decode still overlap."""
+"""A chunk has about as many elements: 8 MB, which onebit encodes in 1 ms. Four ranks on two cores
+at 1 Gbit took 133, 124 and 85 ms for 100 MB with chunks of 2, 4 and 8 MB, since each message costs
+time there. With 12 chunks encode, wire and decode still overlap."""
 
 GPU_CHUNK_NUMEL = 2**24
 """The same on a GPU, where a chunk costs 1 ms of launches from Python and hardly any time besides:
@@ -28,8 +29,8 @@ LEAST_NUMEL = 2**16
 """Partitions that only serve to occupy all ranks are not smaller."""
 
 BULK_NUMEL = 2**17
-"""Partitions up to this size share a frame: that costs memory of its own and a copy to and fro (0.3 ms
-for so many, cold, on a busy core) and saves six messages among four ranks (0.1 ms each)."""
+"""Partitions up to this size share a frame. That costs memory and two copies (0.3 ms for so many
+elements, cold, on a busy core) and saves six messages among four ranks (0.1 ms each)."""
 
 GPU_SHARE_NUMEL = 2**22
 """Partitions that only serve to occupy all ranks are not smaller on a GPU: a launch costs more."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hipress.casync.graphs import lowering, partitions, strategies
-from hipress.casync.graphs.graph import Graph
+from hipress.casync.graphs.graph import NUM_MESSAGE_CLASSES, Graph
 from hipress.errors import UsageError
 
 TAG_BITS = 15
-MAX_CHUNKS = 2**TAG_BITS // 4
-"""Four kinds of messages a chunk, in the lower half of a tag."""
+MAX_CHUNKS = 2**TAG_BITS // NUM_MESSAGE_CLASSES
+"""Most chunks in one exchange: chunk and class of a message fill the lower half of its tag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Shape:
     ordered: bool = False
     """Whether the transport has no tags."""
     placements: tuple[tuple[partitions.Placement, ...], ...] | None = None
-    """For each tensor its partitions and their routes, where those must not depend on the others."""
+    """The partitions of each tensor and their routes; None: they depend on the tensors together."""
 
     @cached_property
     def layout(self) -> partitions.Layout:

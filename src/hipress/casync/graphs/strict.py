@@ -71,8 +71,8 @@ def _rank(
     rank = graph.rank
     for chunk in range(len(graph.routes)):
         memory[Slot(Kind.GRADIENT, chunk)] = Value(((rank, 1.0),))
-    for place, task in enumerate(graph.tasks):
-        if any(need >= place for need in task.needs):
+    for index, task in enumerate(graph.tasks):
+        if any(need >= index for need in task.needs):
             raise Mismatch(f"rank {rank}: {_say(task)} stands before what it needs")
         for slot in task.reads:
             if slot not in memory:

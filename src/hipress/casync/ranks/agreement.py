@@ -1,7 +1,7 @@
 """Ranks compare what they were given, and fail with the difference named.
 
-Everything goes through the store as JSON: each rank writes its own facts, rank 0 compares and
-writes a verdict, all read it. That is N writes and N reads, whatever is compared.
+Everything goes through the store as JSON: each rank writes its own facts, rank 0 compares them and
+writes a verdict, and all ranks read it. That takes N writes and N reads, whatever is compared.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PART_BYTES = 2**20
-"""Of what is gathered through the store at once."""
+"""Size of the parts in which a payload goes through the store."""
 
 GRACE_S = 5.0
-"""How much longer the others wait for the verdict than rank 0 does for the facts."""
+"""How much longer the other ranks wait for the verdict than rank 0 waits for the facts."""
 
 LOOK_S = 1.0
-"""How often who waits asks whether a rank has failed meanwhile."""
+"""How often a rank that waits asks whether another has failed meanwhile."""
 
 KEPT_POSTS = 64
+"""Number of posted texts that the store keeps."""
 
 
 class Agreement:
-    """The ranks of one engine.
+    """Lets the ranks of one engine compare and share values through the store.
 
     Args:
         store: Shared by exactly these ranks.
-        rank: This one.
-        num_ranks: N.
+        rank: This rank.
+        num_ranks: The number of ranks.
         timeout_s: How long a rank may be late.
-        check: Raises where a rank is known to have failed: nobody waits for it then.
+        check: Raises if a rank is known to have failed, which ends a wait.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class Agreement:
         self._count = 0
         self._num_gathers = 0
 
-    def agree(self, what: str, facts: Mapping[str, Any], *, told: Any = None) -> list[Any]:
-        """Returns when all ranks have the same facts: what each was `told` to share besides.
+    def agree(self, what: str, facts: Mapping[str, Any], *, share: Any = None) -> list[Any]:
+        """Waits for all ranks, compares their facts, and returns what each rank shares.
 
         Args:
-            what: Names the occasion in errors; ranks must call in the same order.
-            facts: What must be equal, by name.
-            told: What need not; comes back as a list, one for each rank.
+            what: Names the call in errors; all ranks must call in the same order.
+            facts: Values that must be equal, by name.
+            share: A value that need not be equal; returned as a list, one for each rank.
 
         Raises:
             AgreementError: Ranks differ.
@@ -71,21 +72,20 @@ class Agreement:
         """
         self._count += 1
         base = f"agree/{self._count}"
-        # Through JSON, so that a tuple here equals the list that others read.
-        own = json.loads(json.dumps({"what": what, "facts": dict(facts), "told": told}))
+        own = {"what": what, "facts": dict(facts), "share": share}
         self._store.set(f"{base}/{self._rank}", json.dumps(own))
         if self._rank == 0:
-            verdict = self._judge(base, what, own)
+            verdict = self._compare(base, what)
             self._store.set(f"{base}/verdict", json.dumps(verdict))
         else:
             verdict = self._verdict(base, what)
         if verdict["error"] is None:
-            return list(verdict["told"])
+            return list(verdict["shared"])
         kind = AgreementError if verdict["differ"] else PeerError
         raise kind(verdict["error"], ranks=tuple(verdict["ranks"]))
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """What each rank gives, in rank order, on rank 0; nothing on the others.
+        """Returns the payload of each rank, in rank order, on rank 0; nothing on the others.
 
         Raises:
             PeerError: A rank did not come in time.
@@ -116,22 +116,22 @@ class Agreement:
         return found
 
     def post(self, number: int, text: str) -> None:
-        """Leaves a text for all other ranks; rank 0's part, which waits for nobody.
+        """Leaves a text for all other ranks, without waiting; only rank 0 calls it.
 
         Args:
-            number: Counts up. With each the text of 64 before is dropped, which all ranks must
-                have heard by then.
-            text: Anything.
+            number: Counts up. The text of 64 numbers before is dropped, so all ranks must have
+                read it by then.
+            text: The text.
         """
         self._store.set(f"post/{number}", text)
         if number >= KEPT_POSTS:
             self._store.delete_key(f"post/{number - KEPT_POSTS}")
 
-    def hear(self, number: int, what: str) -> str:
-        """What rank 0 has posted, or posts soon.
+    def read_post(self, number: int, what: str) -> str:
+        """Returns what rank 0 has posted, and waits for it if necessary.
 
         Raises:
-            PeerError: It did not in time.
+            PeerError: Rank 0 did not post it in time.
         """
         key = f"post/{number}"
         if not self._arrives(key, time.monotonic() + self._timeout_s + GRACE_S):
@@ -143,10 +143,10 @@ class Agreement:
         return self._store.get(key).decode()
 
     def clock_offset(self) -> tuple[int, int]:
-        """This rank's clock against rank 0's in nanoseconds, and by how much it may be wrong."""
+        """Returns the offset of this rank's clock to rank 0's, and its error bound, in ns."""
         return clock.offset(self._store, self._rank, self._num_ranks, timeout_s=self._timeout_s)
 
-    def _judge(self, base: str, what: str, own: dict[str, Any]) -> dict[str, Any]:
+    def _compare(self, base: str, what: str) -> dict[str, Any]:
         deadline = time.monotonic() + self._timeout_s
         keys = [f"{base}/{rank}" for rank in range(self._num_ranks)]
         missing = [rank for rank, key in enumerate(keys) if not self._arrives(key, deadline)]
@@ -156,9 +156,9 @@ class Agreement:
                 "late, or calling in another order than rank 0; look at their output, or raise "
                 "HIPRESS_TIMEOUT."
             )
-            return {"error": error, "ranks": missing, "differ": False, "told": []}
+            return {"error": error, "ranks": missing, "differ": False, "shared": []}
         found = [json.loads(self._store.get(key)) for key in keys]
-        # All have come, so all have read the last verdict: the store need not keep either.
+        # All have come, so all have read the last verdict: the store can drop both.
         for key in (*keys, f"agree/{self._count - 1}/verdict"):
             self._store.delete_key(key)
         if any(one["what"] != what for one in found):
@@ -166,8 +166,8 @@ class Agreement:
         else:
             named = {rank: one["facts"] for rank, one in enumerate(found)}
         text, ranks = difference(named)
-        told = [one["told"] for one in found]
-        return {"error": text, "ranks": ranks, "differ": True, "told": told}
+        shared = [one["share"] for one in found]
+        return {"error": text, "ranks": ranks, "differ": True, "shared": shared}
 
     def _arrives(self, key: str, deadline: float) -> bool:
         while True:
@@ -192,11 +192,11 @@ class Agreement:
             f"rank 0 did not come to {what} within {self._timeout_s:g} s: gone, late, or calling "
             "in another order; look at its output, or raise HIPRESS_TIMEOUT."
         )
-        return {"error": error, "ranks": [0], "differ": False, "told": []}
+        return {"error": error, "ranks": [0], "differ": False, "shared": []}
 
 
 def difference(facts: Mapping[int, Mapping[str, Any]]) -> tuple[str | None, list[int]]:
-    """What ranks differ in, and which differ from the first; None where they are alike.
+    """Returns what ranks differ in and which differ from the first; None if all are equal.
 
     Example:
         >>> difference({0: {"codec": "onebit"}, 1: {"codec": "int8"}, 2: {"codec": "onebit"}})[1]
@@ -211,13 +211,13 @@ def difference(facts: Mapping[int, Mapping[str, Any]]) -> tuple[str | None, list
             by_value.setdefault(json.dumps(values.get(name)), []).append(rank)
         if len(by_value) > 1:
             others.update(r for ranks in list(by_value.values())[1:] for r in ranks)
-            texts.append(_tell(name, [(json.loads(v), ranks) for v, ranks in by_value.items()]))
+            texts.append(_describe(name, [(json.loads(v), ranks) for v, ranks in by_value.items()]))
     if not texts:
         return None, []
     return f"ranks differ in {'; and in '.join(texts)}: give all ranks the same.", sorted(others)
 
 
-def _tell(name: str, found: Sequence[tuple[Any, list[int]]]) -> str:
+def _describe(name: str, found: Sequence[tuple[Any, list[int]]]) -> str:
     values = [value for value, _ in found]
     if all(isinstance(value, list) for value in values):
         length = min(len(value) for value in values)

@@ -1,8 +1,8 @@
-"""How far a rank's clock is from rank 0's, by asking it through the store.
+"""Measures how far a rank's clock is from rank 0's, through the store.
 
 A rank notes its time, asks, gets rank 0's time and notes its own again. Rank 0 read its clock
-somewhere between the two: the middle is off by half the round trip at most, whatever the network
-does. Of several rounds the quickest counts. Ranks take turns, so that they do not slow each other.
+somewhere between the two, so the middle is off by at most half the round trip, whatever the network
+does. The quickest of several rounds counts. Ranks take turns, so that they do not slow each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 16
 GRACE_S = 5.0
-"""How much longer the others wait than rank 0, which can name who is missing."""
+"""How much longer the other ranks wait than rank 0, which can name the missing ones."""
 
 
 def offset(
@@ -32,15 +32,15 @@ def offset(
     timeout_s: float = 60.0,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> tuple[int, int]:
-    """What to add to this rank's clock to get rank 0's, and how wrong that may be; collective.
+    """Returns what to add to this rank's clock to get rank 0's, and its error bound; collective.
 
     Args:
-        store: Shared by exactly these ranks; nobody else uses this connection meanwhile.
-        rank: This one.
-        num_ranks: N.
+        store: Shared by exactly these ranks; nothing else uses this connection meanwhile.
+        rank: This rank.
+        num_ranks: The number of ranks.
         rounds: How often each rank asks; the same on all ranks.
         timeout_s: How long ranks may be late, all together.
-        clock: This rank's, in nanoseconds.
+        clock: This rank's clock, in nanoseconds.
 
     Returns:
         The offset and the bound of its error, in nanoseconds; zeros on rank 0.
@@ -57,7 +57,7 @@ def offset(
     if num_ranks == 1:
         return 0, 0
     try:
-        # Each rank counts its own calls: what a call that failed has left behind is met by nobody.
+        # Each rank counts its own calls, so that none reads what a failed call has left behind.
         base = f"clock/{store.add(f'clock/calls/{rank}', 1)}"
         if rank == 0:
             _answer(store, base, num_ranks, rounds, timeout_s, clock)
@@ -81,10 +81,10 @@ def _answer(
     timeout_s: float,
     clock: Callable[[], int],
 ) -> None:
-    """The part of rank 0."""
+    """Answers the other ranks; rank 0 calls it."""
     deadline = time.monotonic() + timeout_s
     for peer in range(1, num_ranks):
-        # One round more: in its first a rank waits for its turn.
+        # One round more, since a rank waits for its turn in its first one.
         for k in range(rounds + 1):
             if not _arrives(store, f"{base}/{peer}/{k}/ask", deadline):
                 _give_up(store, base, num_ranks, peer, k, timeout_s)
@@ -111,11 +111,11 @@ def _ask(
         store.set(f"{base}/{rank}/{k}/ask", "")
         there = _arrives(store, key, deadline)
         end_ns = clock()  # before the answer is fetched, which takes another round trip
-        answer_ns = _heard(store, key, there, timeout_s)
+        answer_ns = _answer_of(store, key, there, timeout_s)
         tries.append((end_ns - start_ns, answer_ns - (start_ns + end_ns) // 2))
         store.delete_key(key)
-    # A rank that has its offset hears of one that never came.
-    _heard(store, f"{base}/end", _arrives(store, f"{base}/end", deadline), timeout_s)
+    # A rank that has its offset still learns of one that never came.
+    _answer_of(store, f"{base}/end", _arrives(store, f"{base}/end", deadline), timeout_s)
     if store.add(f"{base}/left", 1) == num_ranks - 1:
         store.delete_key(f"{base}/end")
         store.delete_key(f"{base}/left")
@@ -123,8 +123,8 @@ def _ask(
     return found_ns, (round_trip_ns + 1) // 2
 
 
-def _heard(store: Store, key: str, there: bool, timeout_s: float) -> int:
-    """What rank 0 has written, unless it has given up."""
+def _answer_of(store: Store, key: str, there: bool, timeout_s: float) -> int:
+    """Returns what rank 0 has written; raises if it has given up."""
     if not there:
         raise _late([0], timeout_s)
     found: Any = json.loads(store.get(key))
@@ -136,7 +136,7 @@ def _heard(store: Store, key: str, there: bool, timeout_s: float) -> int:
 def _give_up(
     store: Store, base: str, num_ranks: int, peer: int, k: int, timeout_s: float
 ) -> NoReturn:
-    """Tells every rank, wherever it waits, who did not ask."""
+    """Tells every rank, wherever it waits, which ranks did not ask."""
     waits = {peer: f"{peer}/{k}"} | {later: f"{later}/0" for later in range(peer + 1, num_ranks)}
     late = [one for one, at in waits.items() if not store.check([f"{base}/{at}/ask"])] or [peer]
     for key in (*(f"{at}/answer" for at in waits.values()), "end"):

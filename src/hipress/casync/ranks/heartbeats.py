@@ -1,8 +1,8 @@
-"""Who is alive: heartbeats in the store, and the name of the rank that is to blame.
+"""Heartbeats in the store, which tell the rank that has failed.
 
-gloo says "connection reset by 10.0.0.7:41523". This says "rank 2 is gone". Each rank counts up a
-key and watches that of the next rank: one write and two reads a beat, whatever N is. The first
-to know of a failure writes it down; all others find it there at their next beat.
+gloo says "connection reset by 10.0.0.7:41523"; this module says "rank 2 is gone". Each rank counts
+up a key and watches that of the next rank: one write and two reads per beat, whatever N is. The
+first rank that finds a failure records it in the store; the others find it at their next beat.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 LONGEST_BEAT_S = 1.0
 MISSED_BEATS = 5
-"""A rank without a sign of life for so many beats is called gone once something else failed."""
+"""After an error, a rank that has missed this many beats is reported as gone."""
 
 _log = logging.getLogger("hipress")
 
 
-class Health:
-    """Heartbeats of one rank.
+class Heartbeats:
+    """Sends the heartbeats of one rank and watches the others.
 
     Args:
         store: Shared by the ranks; a connection of its own, since a wait blocks the others on it.
-        rank: This one.
-        num_ranks: N.
-        timeout_s: How long a rank may be silent before its neighbour calls it gone.
+        rank: This rank.
+        num_ranks: The number of ranks.
+        timeout_s: How long a rank may be silent before its neighbour reports it as gone.
         on_failure: Called once, from the thread of the heartbeat, with the error for callers.
-        progress: How many exchanges this rank has started: who has started fewer is late.
+        progress: Returns how many exchanges this rank has started; a rank with fewer is late.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class Health:
             self._thread.start()
 
     def close(self) -> None:
-        """Stops; tells the others that this was no accident."""
+        """Stops the heartbeat and tells the others that this was intended."""
         if self._closed.is_set():
             return
         self._closed.set()
         if self._num_ranks > 1:
-            if self._thread is threading.current_thread():  # it frees the last who held it
+            if self._thread is threading.current_thread():  # it dropped the last reference
                 return
             self._thread.join(MISSED_BEATS * self._beat_s)
             if self._thread.is_alive():
-                return  # it is stuck in the store, and so would this be
+                return  # it is stuck in the store, and so would this call be
             try:
                 with self._connection():
                     self._store.set(f"beat/{self._rank}", "bye")
@@ -83,16 +83,16 @@ class Health:
                 _log.debug("the store does not answer: %s", error)
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error that callers get for one that a thread ran into; tells the other ranks.
+        """Returns the error that callers get for one of a thread; tells the other ranks.
 
-        An error of this rank's own stays what it is. One of the transport becomes a PeerError
-        that names who is gone, as far as heartbeats tell.
+        An error of this rank's own stays as it is. One of the transport becomes a PeerError that
+        names the ranks that are gone, as far as heartbeats show.
         """
         if not isinstance(error, LinkError | PeerError):
-            self._tell(f"rank {self._rank} failed: {_first_line(error)}", [self._rank])
+            self._report(f"rank {self._rank} failed: {_first_line(error)}", [self._rank])
             return error
         try:
-            found = self._failed() or self._look(error)
+            found = self._recorded_failure() or self._find_silent(error)
         except RuntimeError:
             found = {"ranks": [0], "text": _lost(self._rank, error)}
         return PeerError(found["text"], ranks=tuple(found["ranks"]))
@@ -104,14 +104,14 @@ class Health:
         while not self._closed.wait(self._beat_s):
             try:
                 self._beat()
-                found = self._failed()
+                found = self._recorded_failure()
                 if found is None:
                     seen = self._read([watched])[watched]
                     if seen != last or seen == "bye":
                         last, since = seen, time.monotonic()
                     elif time.monotonic() - since > self._timeout_s:
                         text = f"rank {watched} has given no sign of life for {self._timeout_s:g} s"
-                        found = self._tell(f"{text}: it is gone or frozen.", [watched])
+                        found = self._report(f"{text}: it is gone or frozen.", [watched])
                 lost_since = None
             except RuntimeError as error:
                 lost_since = lost_since or time.monotonic()
@@ -128,7 +128,7 @@ class Health:
             self._store.set(f"beat/{self._rank}", f"{self._count}/{self._progress()}")
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The last beat of some ranks; empty for one that has never shown."""
+        """Returns the last beat of some ranks; empty for one that never sent any."""
         found = {}
         with self._connection():
             for rank in ranks:
@@ -136,16 +136,16 @@ class Health:
                 found[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
         return found
 
-    def _failed(self) -> dict[str, Any] | None:
-        """What some rank wrote down as the first failure."""
+    def _recorded_failure(self) -> dict[str, Any] | None:
+        """Returns the first failure that a rank has recorded."""
         with self._connection():
             if not self._store.check(["failed"]):
                 return None
             found: dict[str, Any] = json.loads(self._store.get("failed"))
             return found
 
-    def _tell(self, text: str, ranks: Sequence[int]) -> dict[str, Any]:
-        """Writes a failure down, unless another was first; what all are to say."""
+    def _report(self, text: str, ranks: Sequence[int]) -> dict[str, Any]:
+        """Records a failure, unless another was first; returns what all ranks report."""
         record = {"text": text, "ranks": list(ranks)}
         try:
             with self._connection():
@@ -154,22 +154,22 @@ class Health:
                     return record
             deadline = time.monotonic() + self._beat_s
             while time.monotonic() < deadline:
-                if (found := self._failed()) is not None:
+                if (found := self._recorded_failure()) is not None:
                     return found
                 time.sleep(0.02)
         except RuntimeError as error:
             _log.debug("the store does not answer: %s", error)
         return record
 
-    def _look(self, error: BaseException) -> dict[str, Any]:
-        """Compares heartbeats over a few beats; those that stand still are to blame."""
+    def _find_silent(self, error: BaseException) -> dict[str, Any]:
+        """Compares heartbeats over a few beats; ranks whose beat stands still have failed."""
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         before = self._read(others)
         silent = others
         deadline = time.monotonic() + MISSED_BEATS * self._beat_s
         while silent and time.monotonic() < deadline:
             time.sleep(self._beat_s / 2)
-            if (found := self._failed()) is not None:
+            if (found := self._recorded_failure()) is not None:
                 return found
             now = self._read(silent)
             silent = [rank for rank in silent if now[rank] in (before[rank], "bye")]
@@ -177,17 +177,17 @@ class Health:
             names = ", ".join(map(str, silent))
             who = f"ranks {names} are" if len(silent) > 1 else f"rank {names} is"
             text = f"{who} gone or frozen ({_first_line(error)}): look at the output there."
-            return self._tell(text, silent)
+            return self._report(text, silent)
         if late := self._late():
             names = ", ".join(map(str, late))
             who = f"ranks {names} are" if len(late) > 1 else f"rank {names} is"
-            return self._tell(
+            return self._report(
                 f"{who} late: the others wait in an exchange that has not begun there for "
                 f"{self._timeout_s:g} s, though all ranks are alive; look at the output there, or "
                 "raise HIPRESS_TIMEOUT if it only takes long.",
                 late,
             )
-        return self._tell(
+        return self._report(
             "messages did not come in time, though all ranks are alive: a rank is late or calls in "
             f"another order, or a link is down ({_first_line(error)}); raise HIPRESS_TIMEOUT if it "
             "is only late.",
@@ -195,11 +195,10 @@ class Health:
         )
 
     def _late(self) -> list[int]:
-        """Ranks that have started fewer exchanges than others."""
-        started = {rank: self._progress() for rank in (self._rank,)}
-        for rank, beat in self._read(
-            [r for r in range(self._num_ranks) if r != self._rank]
-        ).items():
+        """Returns the ranks that have started fewer exchanges than others."""
+        started = {self._rank: self._progress()}
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        for rank, beat in self._read(others).items():
             _, _, count = beat.partition("/")
             if count.isdigit():
                 started[rank] = int(count)
@@ -207,7 +206,7 @@ class Health:
 
     @contextmanager
     def _connection(self) -> Iterator[None]:
-        """The store for one thread at a time; a link that is down holds its thread for good."""
+        """Locks the store for one thread; a link that is down would hold its thread for ever."""
         if not self._lock.acquire(timeout=MISSED_BEATS * self._beat_s):
             raise RuntimeError("the store does not answer")
         try:
@@ -224,6 +223,6 @@ def _lost(rank: int, error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first sentence of an error, without the place in torch's sources."""
+    """Returns the first sentence of an error, without the location in torch's sources."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(". ")[0][:200]

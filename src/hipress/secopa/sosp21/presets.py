@@ -1,4 +1,4 @@
-"""Published clusters as profiles: what `hipress simulate` plays where nothing was measured.
+"""Published clusters as profiles, for `hipress simulate` without measurements.
 
 Every constant is a published one of HiPress (SOSP'21) or of a data sheet; none is fitted to a curve
 that is to be reproduced. A rank is a node:
@@ -6,8 +6,8 @@ that is to be reproduced. A rank is a node:
     network     the authors' own curve of one step of a ring, on both clusters
     codecs      their curves of a quantiser, for every codec; bytes are those of the codec
     compute     their "linear" throughput, 32 images per GPU; 0.42 of it is forward
-    in a node   GPUs add up each gradient first, one after the other, at the data sheet's rate, so
-                a gradient is ready for the network that much later
+    in a node   the GPUs add up each gradient first, one after the other, at the data sheet's rate,
+                so a gradient is ready for the network that much later
 """
 
 from __future__ import annotations
@@ -26,24 +26,20 @@ from hipress.profile import (
     Profile,
 )
 from hipress.secopa.simulate import FREE
-
-# Milliseconds, and milliseconds for each float32; a decode is of *compressed* floats.
-STEP_MS, STEP_MS_PER_FLOAT = 0.20337, 8.5005e-7
-ENCODE_MS, ENCODE_MS_PER_FLOAT = 0.058938, 1.4133e-8
-DECODE_MS, DECODE_MS_PER_FLOAT = 0.13956, 6.2041e-9
+from hipress.secopa.sosp21.planner import DECODE_MS, ENCODE_MS, STEP_MS
 
 CURVE_RATE_BITS = 56 * 10**9
-"""Of the link on which the step was measured: it brings 38 Gbit, 0.67 of it."""
+"""The rate of the link on which the step was measured, which reached 38 Gbit, 0.67 of it."""
 FORWARD_SHARE = 114 / 273
-"""Of a step's compute, before the first gradient is there: VGG19, as published (Fig 11)."""
+"""The share of a step's compute before the first gradient is ready, of VGG19 (Fig 11)."""
 BATCH = 32
 """Images per GPU: at the published 117 images per second of VGG19 on a 1080Ti a step takes 273 ms,
-which is what was published for a step."""
+which is the published time of a step."""
 NUM_NODES = 16
 RESNET50_WORK = 3 * 2 * 4.089e9
 """Floating-point operations for one image of 224x224, forward and backward."""
 CHUNK_NUMEL = 2**24
-"""As on any GPU."""
+"""The same as on any GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +50,7 @@ class Layer:
     numel: int
     dims: int
     work: float
-    """Floating-point operations for it, forward and backward, in a step of one GPU."""
+    """Floating-point operations of forward and backward in a step of one GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +60,21 @@ class Preset:
     name: str
     about: str
     gpus: int
-    """In a node."""
+    """GPUs in a node."""
     rate_bits: int
-    """Of a node's link."""
+    """The rate of a node's link."""
     local_bytes_per_s: float
-    """Between two GPUs of a node, each way, by the data sheet."""
+    """The rate between two GPUs of a node, each way, by the data sheet."""
     images_per_s: Mapping[str, float]
-    """Of one GPU that trains alone: the published "linear", by model."""
+    """The throughput of one GPU that trains alone, the published "linear", by model."""
 
     def compute_s(self, model: str, work: float) -> float:
-        """Seconds of a step without any exchange.
+        """Returns the seconds of a step without any exchange.
 
         Args:
-            model: Its name; one without a published figure gets the operations per second that
-                ResNet50 had.
-            work: Floating-point operations of its step.
+            model: The model's name. For a model without a published figure the operations per
+                second are those of ResNet50.
+            work: Floating-point operations of the model's step.
         """
         if model in self.images_per_s:
             return BATCH / self.images_per_s[model]
@@ -103,7 +99,7 @@ PRESETS = {
         images_per_s={"vgg19": 3754 / 32, "resnet50": 6221 / 32},
     ),
 }
-"""Name: cluster."""
+"""The clusters by name."""
 
 RATIOS: dict[str, tuple[float, bool]] = {
     "fp16": (1 / 2, False),
@@ -114,14 +110,14 @@ RATIOS: dict[str, tuple[float, bool]] = {
     "dgc(ratio=0.001)": (2 * 0.001, True),
     "graddrop": (2 * 0.001, True),
 }
-"""Codec: compressed size by size, and whether it is sparse: the sum of N then has N times as much.
-"""
+"""By codec, the compressed size divided by the size, and whether the codec is sparse: the sum of N
+gradients then has N times as much."""
 
 WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def preset(name: str) -> Preset:
-    """A published cluster by its name.
+    """Returns a published cluster.
 
     Raises:
         UsageError: There is none of that name.
@@ -132,12 +128,12 @@ def preset(name: str) -> Preset:
 
 
 def profile(cluster: Preset, model: str, layers: Sequence[Layer], batch: int = BATCH) -> Profile:
-    """A published cluster and a model, as a profile of 16 nodes.
+    """Returns the profile of a model on 16 nodes of a published cluster.
 
     Args:
-        cluster: Which.
-        model: Its name.
-        layers: Of the model, in the order of backward.
+        cluster: The cluster.
+        model: The model's name.
+        layers: The model's layers, in the order of backward.
         batch: Examples per GPU and step.
 
     Example:
@@ -146,17 +142,18 @@ def profile(cluster: Preset, model: str, layers: Sequence[Layer], batch: int = B
         >>> round(made.model.forward_s + made.model.backward_s, 3)
         0.155
     """
-    bytes_per_s = 4e3 / STEP_MS_PER_FLOAT
+    latency_ms, ms_per_float = STEP_MS
+    bytes_per_s = 4e3 / ms_per_float
     hops = 2 * (NUM_NODES - 1)
     return Profile(
         made=f"preset {cluster.name}: {cluster.about}, from published constants",
         machine=Machine(name=cluster.name, device="cuda", cores=float(cluster.gpus), num_ranks=1),
         network=Network(
             hosts=tuple(range(NUM_NODES)),
-            latency_s=STEP_MS * 1e-3,
+            latency_s=latency_ms * 1e-3,
             bytes_per_s=bytes_per_s,
             rate_bits=CURVE_RATE_BITS,
-            all_reduce=Curve(fixed=hops * STEP_MS * 1e-3, slope=hops / NUM_NODES / bytes_per_s),
+            all_reduce=Curve(fixed=hops * latency_ms * 1e-3, slope=hops / NUM_NODES / bytes_per_s),
         ),
         # As in the published planner, adding up costs nothing.
         codecs=(FREE, *(_costs(name, *row) for name, row in RATIOS.items())),
@@ -165,9 +162,9 @@ def profile(cluster: Preset, model: str, layers: Sequence[Layer], batch: int = B
 
 
 def _costs(name: str, ratio: float, is_sparse: bool) -> CodecCosts:
-    """A codec by the published curves of a quantiser."""
-    encode = Curve(fixed=ENCODE_MS * 1e-3, slope=ENCODE_MS_PER_FLOAT * 1e-3)
-    decode = Curve(fixed=DECODE_MS * 1e-3, slope=DECODE_MS_PER_FLOAT * 1e-3 * ratio)
+    """Returns the costs of a codec by the published curves of a quantiser."""
+    encode = Curve(fixed=ENCODE_MS[0] * 1e-3, slope=ENCODE_MS[1] * 1e-3)
+    decode = Curve(fixed=DECODE_MS[0] * 1e-3, slope=DECODE_MS[1] * 1e-3 * ratio)
     sizes = {n: min(ratio * (n if is_sparse else 1), 1.0) for n in WORKERS}
     return CodecCosts(
         codec=name,
@@ -206,8 +203,8 @@ def _model(cluster: Preset, name: str, layers: Sequence[Layer], batch: int) -> M
 
 
 def added_up_first(model: ModelProfile, cluster: Preset) -> ModelProfile:
-    """The model with gradients that the GPUs of a node add up, one after the other, before the
-    network gets them."""
+    """Returns the model with gradients that the GPUs of a node add up, one after the other, before
+    the network gets them."""
     # A ring among g GPUs sends each byte 2 (g - 1) / g times.
     byte_s = 2 * (cluster.gpus - 1) / cluster.gpus / cluster.local_bytes_per_s
     end_s, later = 0.0, []
@@ -218,8 +215,8 @@ def added_up_first(model: ModelProfile, cluster: Preset) -> ModelProfile:
 
 
 def spread_work(layers: Sequence[Layer], total: float) -> list[Layer]:
-    """The layers with this much work in all: what belongs to no single one (attention, a head with
-    shared weights) goes to all in proportion to their size.
+    """Returns the layers with a given total of work: work of no single layer (attention, a head
+    with shared weights) is divided among all in proportion to their size.
 
     Example:
         >>> a = Layer(name="a", numel=3, dims=2, work=5.0)
@@ -228,7 +225,7 @@ def spread_work(layers: Sequence[Layer], total: float) -> list[Layer]:
         [8.0, 2.0]
     """
     known = sum(layer.work for layer in layers)
-    if known > total:  # a layer that counts twice, because two modules share it
+    if known > total:  # two modules share a layer, which then counts twice
         return [replace(layer, work=layer.work * total / known) for layer in layers]
     numel = sum(layer.numel for layer in layers)
     left = total - known

@@ -1,16 +1,16 @@
-"""Published scaling curves of HiPress (SOSP'21), and what the simulator makes of them.
+"""Published scaling curves of HiPress (SOSP'21), and the same curves by the simulator.
 
-Throughput as published: AWS in Figs 7 and 8, the local cluster in Figs 14 and 15. Two systems are
-played on each cluster's preset:
+The published throughput is that of Figs 7 and 8 (AWS) and Figs 14 and 15 (the local cluster). Two
+systems are simulated on each cluster's preset:
 
-    Ring       Horovod: what became ready within 5 ms is one all-reduce, of at most 64 MiB. What the
-               sum within one node adds to a step is as published for one node, at every size: it
-               was not hidden there.
-    HiPress    gradients of 262,144 elements and more compressed, as the release does; the sum
+    Ring       Horovod: gradients that became ready within 5 ms form one all-reduce, of at most
+               64 MiB. The sum within one node adds to a step of any size what was published for one
+               node, where it was not hidden.
+    HiPress    gradients of 262,144 elements and more are compressed, as the release does; the sum
                within a node overlaps with backward.
 
-One node is given, not predicted; for the other sizes no number is fitted. Which variant of each
-system is played was chosen with the figures at hand; docs/simulate.md has the errors of others.
+One node is given, not predicted; for the other sizes no number is fitted. The variant of each
+system was chosen with the figures at hand; docs/simulate.md has the errors of other variants.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from hipress.plan import Decision
 from hipress.profile import ModelProfile, Profile
+from hipress.secopa.simulate import MOST_WHOLE, Simulator
 from hipress.secopa.sosp21.presets import BATCH, CURVE_RATE_BITS, PRESETS, Layer, Preset, profile
-from hipress.secopa.what_if import WholeCluster, with_rate
+from hipress.secopa.what_if import with_rate
 
 CYCLE_S = 5e-3
 FUSION_BYTES = 64 * 2**20
 """Defaults of Horovod 0.16."""
 MIN_NUMEL = 262_144
-"""Elements from which on the release compresses."""
+"""The least number of elements of a gradient that the release compresses."""
 NODES = (1, 2, 4, 8, 16)
 
 
@@ -42,9 +44,9 @@ class Figure:
     model: str
     codec: str
     ring: tuple[float, ...]
-    """Horovod's ring, nothing compressed."""
+    """Horovod's ring without compression."""
     hipress: Mapping[str, tuple[float, ...]]
-    """By strategy."""
+    """HiPress by strategy."""
     linear: tuple[float, ...]
 
 
@@ -95,24 +97,23 @@ FIGURES = (
 def compare(
     layers: Mapping[str, Sequence[Layer]], on_part: Callable[[float], None] = lambda fraction: None
 ) -> list[dict[str, Any]]:
-    """Simulated against published, a row for each figure, strategy and size from two nodes on.
+    """Returns simulated and published values, one row for each figure, strategy and size from two
+    nodes on.
 
     Args:
-        layers: By model, in the order of backward.
-        on_part: Told how far it is, from 0 to 1.
+        layers: The layers of each model, in the order of backward.
+        on_part: Called with the fraction that is done, from 0 to 1.
     """
     rows = []
-    total = len(FIGURES) * len(NODES[1:])
-    for done, (figure, place) in enumerate(
-        (figure, place) for figure in FIGURES for place in range(1, len(NODES))
-    ):
+    places = list(product(FIGURES, range(1, len(NODES))))
+    for done, (figure, place) in enumerate(places, start=1):
         rows += _rows(figure, place, layers[figure.model])
-        on_part((done + 1) / total)
+        on_part(done / len(places))
     return rows
 
 
 def errors(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The median and the worst error of the speed-ups, without their signs."""
+    """Returns the median and the largest absolute error of the speed-ups."""
     found = [abs(row["error"]) for row in rows]
     return statistics.median(found), max(found)
 
@@ -121,15 +122,15 @@ def _rows(figure: Figure, place: int, layers: Sequence[Layer]) -> list[dict[str,
     cluster, num_nodes = PRESETS[figure.cluster], NODES[place]
     images = BATCH * cluster.gpus * num_nodes
     linear_s = images / figure.linear[place]
-    played = _play(figure, num_nodes, profile(cluster, figure.model, layers), cluster)
+    step_s = _step_times(figure, num_nodes, profile(cluster, figure.model, layers), cluster)
     other: dict[str, float] = {}
     if cluster.rate_bits != CURVE_RATE_BITS:
         faster = with_rate(profile(cluster, figure.model, layers), cluster.rate_bits)
-        other = _play(figure, num_nodes, faster, cluster)
+        other = _step_times(figure, num_nodes, faster, cluster)
     rows = []
     for strategy, published in figure.hipress.items():
         speedup = published[place] / figure.ring[place]
-        simulated = played[RING] / played[strategy]
+        simulated = step_s[RING] / step_s[strategy]
         rows.append(
             {
                 "figure": figure.name,
@@ -144,32 +145,34 @@ def _rows(figure: Figure, place: int, layers: Sequence[Layer]) -> list[dict[str,
                 "error": simulated / speedup - 1,
                 "line_rate_speedup": other[RING] / other[strategy] if other else None,
                 "published_ring_step_s": images / figure.ring[place],
-                "simulated_ring_step_s": played[RING],
+                "simulated_ring_step_s": step_s[RING],
                 "published_step_s": images / published[place],
-                "simulated_step_s": played[strategy],
+                "simulated_step_s": step_s[strategy],
                 "published_ring_efficiency": figure.ring[place] / figure.linear[place],
-                "simulated_ring_efficiency": linear_s / played[RING],
+                "simulated_ring_efficiency": linear_s / step_s[RING],
                 "published_efficiency": published[place] / figure.linear[place],
-                "simulated_efficiency": linear_s / played[strategy],
+                "simulated_efficiency": linear_s / step_s[strategy],
             }
         )
     return rows
 
 
 RING = "Ring"
-"""The baseline, among strategies."""
+"""The name of the baseline among the strategies."""
 
 
-def _play(figure: Figure, num_nodes: int, made: Profile, cluster: Preset) -> dict[str, float]:
-    """Step times of the baseline and of each strategy."""
+def _step_times(figure: Figure, num_nodes: int, made: Profile, cluster: Preset) -> dict[str, float]:
+    """Returns the step times of the baseline and of each strategy."""
     model = made.model
     assert model is not None
     fused = model.model_copy(update={"buckets": cycles(model), "bucket_mb": FUSION_BYTES / 2**20})
-    # Of one node, beyond its compute: the sum among its GPUs, as published.
+    # The time of one node beyond its compute is that of the sum among its GPUs, as published.
     one_node_s = BATCH * cluster.gpus / figure.ring[0] - model.forward_s - model.backward_s
     horovod = fused.model_copy(update={"rest_s": one_node_s})
-    ring = WholeCluster(made.model_copy(update={"model": horovod}), num_nodes)
-    hipress = WholeCluster(made.model_copy(update={"model": fused}), num_nodes)
+    ring, hipress = (
+        Simulator(made.model_copy(update={"model": each}), num_nodes, most_simulated=MOST_WHOLE)
+        for each in (horovod, fused)
+    )
     found = {RING: ring.step_s(None)}
     for strategy in figure.hipress:
         found[strategy] = hipress.step_s(
@@ -184,8 +187,8 @@ def _play(figure: Figure, num_nodes: int, made: Profile, cluster: Preset) -> dic
 
 
 def cycles(model: ModelProfile) -> tuple[tuple[str, ...], ...]:
-    """Gradients as Horovod puts them together: those that became ready in one cycle, as many as
-    fit its buffer; one that is larger goes alone."""
+    """Groups gradients as Horovod does: those that became ready in one cycle, as many as fit its
+    buffer; a larger gradient travels alone."""
     found: list[list[str]] = []
     filled, last = 0, -1
     for gradient in model.gradients:

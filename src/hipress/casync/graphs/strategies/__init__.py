@@ -1,47 +1,68 @@
-"""One builder per strategy: from (N, r, routes) to the graph of one rank.
+"""The table of strategies: from (cluster, rank, routes) to the graph of one rank.
 
-To add one, write a file with a `build` and add a line to `STRATEGIES`.
+To add a strategy, write a file with a `STRATEGY` and add a line to `STRATEGIES`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from hipress.casync.graphs.graph import Graph
 from hipress.casync.graphs.strategies import allreduce, hierarchical, ps, ring
+from hipress.casync.graphs.strategies.base import Cluster, Strategy
 from hipress.errors import UsageError
 
+__all__ = ["STRATEGIES", "Cluster", "Strategy", "build", "candidates", "check", "get"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """What a builder knows of the ranks."""
-
-    hosts: tuple[int, ...]
-    """The host of each rank."""
-    codes_local: bool = False
-    """Whether a rank's own gradient must pass its codec before it is merged (see `ring`)."""
-
-    @property
-    def num_ranks(self) -> int:
-        """N."""
-        return len(self.hosts)
-
-
-STRATEGIES: dict[str, Callable[[Cluster, int, Sequence[int]], Graph]] = {
-    "ps": lambda cluster, rank, routes: ps.build(cluster.num_ranks, rank, routes),
-    "ring": lambda cluster, rank, routes: ring.build(
-        cluster.num_ranks, rank, routes, codes_local=cluster.codes_local
-    ),
-    "hierarchical": lambda cluster, rank, routes: hierarchical.build(cluster.hosts, rank, routes),
-    "allreduce": lambda cluster, rank, routes: allreduce.build(cluster.num_ranks, rank, routes),
+STRATEGIES: dict[str, Strategy] = {
+    module.STRATEGY.name: module.STRATEGY
+    for module in (
+        ps,
+        ring,
+        hierarchical,
+        allreduce,
+    )
 }
-"""Name: builder."""
+"""Every strategy by its name."""
+
+
+def get(name: str) -> Strategy:
+    """Returns the strategy of this name; raises UsageError if there is none."""
+    check(name)
+    return STRATEGIES[name]
+
+
+def check(name: str) -> None:
+    """Refuses a name that is not in the table."""
+    if name in STRATEGIES:
+        return
+    near = difflib.get_close_matches(str(name).lower(), STRATEGIES, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise UsageError(f"strategy {name!r}{hint} is none of {', '.join(STRATEGIES)}; choose one.")
+
+
+def candidates(hosts: Sequence[int] = ()) -> tuple[str, ...]:
+    """Returns the strategies that a planner should consider for compressed gradients.
+
+    Args:
+        hosts: The host of each rank; strategies with stages per host are left out where no two
+            ranks share a host.
+
+    Example:
+        >>> candidates(), candidates(hosts=(0, 0, 1, 1))
+        (('ps', 'ring'), ('ps', 'ring', 'hierarchical'))
+    """
+    shared = len(set(hosts)) < len(hosts)
+    return tuple(
+        name
+        for name, strategy in STRATEGIES.items()
+        if strategy.is_candidate and (shared or not strategy.has_host_stages)
+    )
 
 
 def build(strategy: str, cluster: Cluster, rank: int, routes: Sequence[int]) -> Graph:
-    """The graph of one rank.
+    """Builds the graph of one rank.
 
     Args:
         strategy: A name of the table.
@@ -54,14 +75,4 @@ def build(strategy: str, cluster: Cluster, rank: int, routes: Sequence[int]) -> 
         >>> [task.verb.value for task in graph.tasks if task.chunk == 1]
         ['encode', 'send', 'recv', 'decode']
     """
-    check(strategy)
-    return STRATEGIES[strategy](cluster, rank, routes)
-
-
-def check(strategy: str) -> None:
-    """Refuses a name that is not in the table."""
-    if strategy in STRATEGIES:
-        return
-    near = difflib.get_close_matches(str(strategy).lower(), STRATEGIES, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise UsageError(f"strategy {strategy!r}{hint} is none of {', '.join(STRATEGIES)}; choose one.")
+    return get(strategy).build(cluster, rank, routes)

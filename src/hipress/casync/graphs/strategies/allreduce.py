@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hipress.casync.graphs.graph import Draft, Graph, Kind, Slot
+from hipress.casync.graphs.strategies.base import Cluster, Strategy
 
 
-def build(num_ranks: int, rank: int, routes: Sequence[int]) -> Graph:
-    """The graph of one rank."""
+def build(cluster: Cluster, rank: int, routes: Sequence[int]) -> Graph:
+    """Builds the graph of one rank."""
+    num_ranks = cluster.num_ranks
     draft = Draft(num_ranks, rank, routes)
     for chunk in range(len(routes)):
         gradient = Slot(Kind.GRADIENT, chunk)
@@ -28,3 +30,6 @@ def build(num_ranks: int, rank: int, routes: Sequence[int]) -> Graph:
             draft.decode(Slot(Kind.FRAME, chunk, other), part, 3)
         draft.merge(parts, gradient, 4, [1.0 / num_ranks] * num_ranks)
     return draft.graph()
+
+
+STRATEGY = Strategy(name="allreduce", build=build, is_candidate=False, is_plain_sum=True)

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 
 from hipress.casync.graphs.graph import Draft, Graph, Kind, Slot
 from hipress.casync.graphs.strategies import ps
+from hipress.casync.graphs.strategies.base import Cluster, Strategy
 
 
-def build(hosts: Sequence[int], rank: int, routes: Sequence[int]) -> Graph:
-    """The graph of one rank.
+def build(cluster: Cluster, rank: int, routes: Sequence[int]) -> Graph:
+    """Builds the graph of one rank.
 
-    Args:
-        hosts: The host of each rank.
-        rank: The one to build for.
-        routes: One for each chunk: spreads owners inside a host, then aggregators over hosts.
+    A route spreads the owners of chunks inside a host, then the aggregators over hosts.
     """
+    hosts = cluster.hosts
     draft = Draft(len(hosts), rank, routes)
     members = [[r for r, h in enumerate(hosts) if h == host] for host in sorted(set(hosts))]
     mine = next(group for group in members if rank in group)
@@ -57,3 +56,6 @@ def _merge_host(draft: Draft, chunk: int, mine: Sequence[int]) -> Slot:
     mean = Slot(Kind.PLAIN, chunk, draft.rank, 0)
     draft.merge(parts, mean, 2, [1.0 / len(mine)] * len(mine))
     return mean
+
+
+STRATEGY = Strategy(name="hierarchical", build=build, has_host_stages=True)

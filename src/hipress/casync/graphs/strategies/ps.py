@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hipress.casync.graphs.graph import Draft, Graph, Kind, Slot
+from hipress.casync.graphs.strategies.base import Cluster, Strategy
 
 DEPTH = 8
 """Of the last task of a chunk."""
 
 
-def build(num_ranks: int, rank: int, routes: Sequence[int]) -> Graph:
-    """The graph of one rank; the aggregator of a chunk is its route modulo N."""
+def build(cluster: Cluster, rank: int, routes: Sequence[int]) -> Graph:
+    """Builds the graph of one rank; the aggregator of a chunk is its route modulo N."""
+    num_ranks = cluster.num_ranks
     draft = Draft(num_ranks, rank, routes)
     members = range(num_ranks)
     for chunk, route in enumerate(routes):
@@ -67,3 +69,6 @@ def between(
         for member in others:
             draft.send(back, member, depth + 6)
     draft.decode(back, gradient, depth + DEPTH)
+
+
+STRATEGY = Strategy(name="ps", build=build)

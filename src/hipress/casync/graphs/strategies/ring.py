@@ -13,25 +13,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hipress.casync.graphs.graph import Draft, Graph, Kind, Slot
+from hipress.casync.graphs.strategies.base import Cluster, Strategy
 
-_HOP = 5
-"""Depths of one hop: encode, send, recv, decode, merge."""
+MERGE_DEPTHS = 5
+"""Depths of one hop while ranks merge: encode, send, recv, decode, merge."""
+
+PASS_DEPTHS = 2
+"""Depths of one hop while the result is handed on: send, recv."""
 
 
-def build(num_ranks: int, rank: int, routes: Sequence[int], *, codes_local: bool = False) -> Graph:
-    """The graph of one rank; a chunk starts at its route modulo N.
+def last_merge_depth(num_ranks: int) -> int:
+    """Returns the depth from which on the result is only handed on."""
+    return MERGE_DEPTHS * (num_ranks - 1)
 
-    Args:
-        num_ranks: N.
-        rank: The one to build for.
-        routes: One for each chunk.
-        codes_local: The own gradient passes its worker's codec, and what comes out is merged. A
-            codec with momentum, or one whose way back keeps no residual, needs that; for others
-            the encode of the hop takes care of the own gradient too.
+
+def build(cluster: Cluster, rank: int, routes: Sequence[int]) -> Graph:
+    """Builds the graph of one rank; a chunk starts at its route modulo N.
+
+    With `codes_local` the own gradient passes its worker's codec, and what comes out is merged. A
+    codec with momentum, or one whose way back keeps no residual, needs that; for others the encode
+    of the hop takes care of the own gradient too.
     """
+    num_ranks = cluster.num_ranks
     draft = Draft(num_ranks, rank, routes)
     for chunk, route in enumerate(routes):
-        _chunk(draft, chunk, (rank - route) % num_ranks, codes_local)
+        _chunk(draft, chunk, (rank - route) % num_ranks, cluster.codes_local)
     return draft.graph()
 
 
@@ -41,7 +47,7 @@ def _chunk(draft: Draft, chunk: int, position: int, codes_local: bool) -> None:
     gradient = Slot(Kind.GRADIENT, chunk)
     last = num_ranks - 1
     back = Slot(Kind.BACK, chunk, (rank - position + last) % num_ranks, num_ranks)
-    start = _HOP * position
+    start = MERGE_DEPTHS * position
     own = gradient
     if position == 0 or codes_local:
         frame = Slot(Kind.FRAME, chunk, rank)
@@ -75,9 +81,12 @@ def _hand_out(draft: Draft, chunk: int, position: int, back: Slot) -> None:
     last = num_ranks - 1
     # How many ranks had it before this one.
     hop = 0 if position == last else position + 1
-    depth = _HOP * last + 2 * hop
+    depth = last_merge_depth(num_ranks) + PASS_DEPTHS * hop
     if hop > 0:
         draft.recv(back, (rank - 1) % num_ranks, depth)
     if hop < last:
         draft.send(back, (rank + 1) % num_ranks, depth + 1)
     draft.decode(back, Slot(Kind.GRADIENT, chunk), depth + 2)
+
+
+STRATEGY = Strategy(name="ring", build=build)

@@ -1,7 +1,8 @@
-"""From the lowered graph to work: memory for every slot, a function for every computing task.
+"""Binds a lowered graph: memory for every slot, a function for every computing task.
 
-A `Recipe` is what all ranks agree on; a `Job` is one set of buffers for it, used again and again.
-In a steady step nothing is allocated: a job is given the caller's tensors, and its functions run.
+A `Recipe` is what all ranks agree on; an `Exchange` is one set of buffers for it that is used again
+and again. In a steady step nothing is allocated: an exchange is given the caller's tensors, and its
+functions run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hipress.casync.engine.memory import Cell, Elements, Part, scratch
+from hipress.casync.engine.memory import Buffer, Chunk, GradientBuffer, scratch
 from hipress.casync.engine.recipe import Recipe
 from hipress.casync.engine.state_store import Key, StateStore
 from hipress.casync.engine.transport import Pending
@@ -21,30 +22,29 @@ from hipress.casync.graphs.graph import COMPUTING, Kind, Slot, Task, Verb
 from hipress.codecs.base import RANDOM_KEYS, WEIGHT, Codec, State
 from hipress.codecs.bulk import Bulk
 
-_TAGS = {Kind.GRADIENT: 0, Kind.RAW: 0, Kind.FRAME: 1, Kind.PARTIAL: 2, Kind.BACK: 3}
-
-
 LIGHT_BYTES = 2**17
-"""Handing a message to another thread costs 50 us of a busy core; sending so many bytes less."""
+"""Sends up to this size take less time than handing them to another thread (50 us, busy core)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a communicating task moves, as (memory, peer, tag)."""
+    """What a communicating task moves: (buffer, peer, tag) of each send and receive."""
 
-    sends: tuple[tuple[Cell, int, int], ...]
-    recvs: tuple[tuple[Cell, int, int], ...]
+    sends: tuple[tuple[Buffer, int, int], ...]
+    recvs: tuple[tuple[Buffer, int, int], ...]
 
     @property
     def is_light(self) -> bool:
-        """Whether its sends take no longer than handing them over would."""
-        cells = [cell for cell, *_ in self.sends]
-        return all(not cell.settles and cell.wire.nbytes <= LIGHT_BYTES for cell in cells)
+        """Whether its sends take no longer than handing them to another thread would."""
+        return all(
+            not buffer.waits_before_send and buffer.wire.nbytes <= LIGHT_BYTES
+            for buffer, *_ in self.sends
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """The tasks of a graph with the codecs of one phase."""
+class BoundTasks:
+    """The tasks of a graph, bound to buffers and to the codecs of one phase."""
 
     work: tuple[Callable[[], object] | None, ...]
     messages: tuple[Message | None, ...]
@@ -55,24 +55,24 @@ class Bound:
     num_messages: int
 
 
-class Job:
+class Exchange:
     """Buffers and functions for one recipe.
 
     Args:
-        recipe: What to do.
-        keeper: Of the codecs' memory, which outlives the job where the recipe has names.
+        recipe: What all ranks agreed on.
+        states: Holds the codecs' memory beyond the exchange if the recipe has names.
         on_host: Whether the transport takes host memory only.
         seed: Feeds the codecs' random numbers.
     """
 
-    def __init__(self, recipe: Recipe, keeper: StateStore, *, on_host: bool, seed: int) -> None:
+    def __init__(self, recipe: Recipe, states: StateStore, *, on_host: bool, seed: int) -> None:
         self.recipe = recipe
-        self._keeper = keeper
+        self._state_store = states
         self._on_host = on_host
         self._seed = seed
         self.device = torch.device("cpu") if recipe.options.compress_on_cpu else recipe.device
-        self.parts = [
-            Part(
+        self.chunks = [
+            Chunk(
                 partitions,
                 None if recipe.is_plain else recipe.codec,
                 recipe.dtype,
@@ -81,34 +81,33 @@ class Job:
             )
             for partitions in recipe.layout.members
         ]
-        self._elements = [Elements(part, on_host) for part in self.parts]
+        self._gradients = [GradientBuffer(chunk, on_host) for chunk in self.chunks]
         self._received = {slot for task in recipe.graph.tasks if task.of for slot in task.writes}
-        self._cells: dict[Slot, Cell] = {}
-        self._bounds: dict[str, Bound] = {}
+        self._buffers: dict[Slot, Buffer] = {}
+        self._bounds: dict[str, BoundTasks] = {}
         self._states: dict[Slot, State] = {}
         self._weights: list[tuple[torch.Tensor, int, int, int]] = []
-        """Where a codec wants to see the parameters: memory, tensor, first element, end."""
+        """Memory for parameters that a codec reads: (memory, index of tensor, start, stop)."""
         self._alpha = float(len(recipe.hosts)) if recipe.total else 1.0
         self._pointers: list[int] = []
-        # Set for each use.
+        # What follows is set for each use.
         self.sequence = 0
-        self.bound: Bound
+        self.bound: BoundTasks
         self.lock = threading.Lock()
         self.waiting: list[int] = []
         self.left = 0
         self.sends: list[Pending] = []
         self.last_use: torch.cuda.Event | None = None
-        """After which the GPU no longer reads what was received."""
+        """On a GPU, after which event the device no longer reads what was received."""
         self.on_done: Callable[[BaseException | None], None] = lambda error: None
 
     @property
     def num_bytes(self) -> int:
-        """Of buffers: frames, elements apart from the caller's, and pinned twins."""
-        return sum(cell.num_bytes for cell in (*self._cells.values(), *self._elements)) + sum(
-            part.num_bytes for part in self.parts
-        )
+        """Bytes of all buffers: frames, copies of elements, and pinned copies."""
+        buffers: list[Buffer | Chunk] = [*self._buffers.values(), *self._gradients, *self.chunks]
+        return sum(one.num_bytes for one in buffers)
 
-    def begin(
+    def prepare(
         self,
         flats: Sequence[torch.Tensor],
         sequence: int,
@@ -117,22 +116,22 @@ class Job:
         lr_ratio: float | None = None,
         weights: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Takes the tensors of a step, flat and contiguous.
+        """Takes the tensors of a step.
 
         Args:
-            flats: Of the caller.
-            sequence: Of all jobs.
-            step: Of training: decides the phase of a codec, and its random numbers.
-            lr_ratio: The last step's learning rate over this one's, for codecs that want it.
-            weights: The parameters of the tensors, for codecs that want to see them.
+            flats: The caller's tensors, flat and contiguous.
+            sequence: Number of this use among those of all exchanges.
+            step: Step of training; decides the phase of a codec, and its random numbers.
+            lr_ratio: The last step's learning rate over this one's, for codecs that use it.
+            weights: The parameters of the tensors, for codecs that read them.
         """
         self.sequence = sequence
         if self.last_use is not None:
             self.last_use.synchronize()
         pointers = [flat.data_ptr() for flat in flats]
         if pointers != self._pointers:
-            for part in self.parts:
-                part.hold(flats)
+            for chunk in self.chunks:
+                chunk.hold(flats)
             self._pointers = pointers
         codec = self.recipe.codec.phase(step)
         if codec.name not in self._bounds:
@@ -144,7 +143,7 @@ class Job:
                     if key not in RANDOM_KEYS:
                         held.zero_()
             if "step" in state:
-                # Set, not counted: ranks that must draw alike agree whatever job they took.
+                # Set, not counted: ranks that must draw the same numbers agree in every exchange.
                 state["step"].fill_(step)
             if lr_ratio is not None:
                 state["lr_ratio"] = torch.tensor(lr_ratio)
@@ -155,31 +154,30 @@ class Job:
         self.left = len(self.waiting)
         self.sends = []
 
-    def let_go(self) -> None:
-        """Forgets the caller's tensors."""
-        for part in self.parts:
-            part.let_go()
+    def release(self) -> None:
+        """Drops the caller's tensors."""
+        for chunk in self.chunks:
+            chunk.release()
         self._pointers = []
         self.on_done = lambda error: None
 
     def addend(self, chunk: int) -> torch.Tensor:
-        """What the transport's all-reduce adds up; a mean of 16 bits in shares, or it overflows."""
-        elements = self.parts[chunk].gather()
-        if self._shares_first:
+        """Returns what the transport's all-reduce adds up.
+
+        A mean of 16-bit elements is divided first, since the sum could overflow.
+        """
+        elements = self.chunks[chunk].gather()
+        if self._divides_first:
             elements.mul_(1.0 / len(self.recipe.hosts))
         return elements
 
     @property
-    def _shares_first(self) -> bool:
+    def _divides_first(self) -> bool:
         return not self.recipe.total and self.recipe.dtype in (torch.float16, torch.bfloat16)
 
-    def tag(self, slot: Slot) -> int:
-        """The lower half of a message's tag."""
-        return slot.chunk * 4 + _TAGS[slot.kind]
+    # Binding happens once for each phase of the codec.
 
-    # Binding: once for each phase of the codec.
-
-    def _bind(self, codec: Codec) -> Bound:
+    def _bind(self, codec: Codec) -> BoundTasks:
         work: list[Callable[[], object] | None] = []
         messages: list[Message | None] = []
         for task in self.recipe.graph.tasks:
@@ -192,17 +190,17 @@ class Job:
             recvs = zip(task.writes, task.of, strict=True) if task.of else ()
             messages.append(
                 Message(
-                    tuple((self._cell(slot, codec), to, self.tag(slot)) for slot, to in sends),
-                    tuple((self._cell(slot, codec), of, self.tag(slot)) for slot, of in recvs),
+                    tuple((self._buffer(slot, codec), to, slot.tag) for slot, to in sends),
+                    tuple((self._buffer(slot, codec), of, slot.tag) for slot, of in recvs),
                 )
             )
         moved = [message for message in messages if message is not None]
-        return Bound(
+        return BoundTasks(
             work=tuple(work),
             messages=tuple(messages),
             is_light=tuple(m is not None and m.is_light for m in messages),
-            sent_bytes=sum(cell.wire.nbytes for m in moved for cell, *_ in m.sends),
-            received_bytes=sum(cell.wire.nbytes for m in moved for cell, *_ in m.recvs),
+            sent_bytes=sum(buffer.wire.nbytes for m in moved for buffer, *_ in m.sends),
+            received_bytes=sum(buffer.wire.nbytes for m in moved for buffer, *_ in m.recvs),
             num_messages=sum(len(m.sends) for m in moved),
         )
 
@@ -211,33 +209,33 @@ class Job:
             return worker
         return worker.aggregator(slot.merged)
 
-    def _cell(self, slot: Slot, codec: Codec) -> Cell:
-        """The memory of a slot, in the size that this phase needs."""
-        part = self.parts[slot.chunk]
+    def _buffer(self, slot: Slot, codec: Codec) -> Buffer:
+        """Returns the memory of a slot, in the size that this phase needs."""
+        chunk = self.chunks[slot.chunk]
         if slot.kind is Kind.GRADIENT:
-            return self._elements[slot.chunk]
+            return self._gradients[slot.chunk]
         if slot.kind in (Kind.PLAIN, Kind.RAW):
-            if slot not in self._cells:
+            if slot not in self._buffers:
                 dtype = self.recipe.dtype if slot.kind is Kind.RAW else torch.float32
-                self._cells[slot] = Cell(part.numel, dtype, self.device, self._on_host)
-            return self._cells[slot]
-        if slot not in self._cells:
+                self._buffers[slot] = Buffer(chunk.numel, dtype, self.device, self._on_host)
+            return self._buffers[slot]
+        if slot not in self._buffers:
             largest = max(
-                part.wire_bytes(self._codec_of(slot, phase))
+                chunk.wire_bytes(self._codec_of(slot, phase))
                 for _, phase in self.recipe.codec.phases
             )
-            self._cells[slot] = Cell(largest, torch.uint8, self.device, self._on_host)
-        return self._cells[slot].cut(part.wire_bytes(self._codec_of(slot, codec)))
+            self._buffers[slot] = Buffer(largest, torch.uint8, self.device, self._on_host)
+        return self._buffers[slot].prefix(chunk.wire_bytes(self._codec_of(slot, codec)))
 
     def _state(self, slot: Slot, coder: Codec | Bulk) -> State:
-        """The state for making a frame; all phases share one."""
+        """Returns the state for encoding a frame; all phases share one."""
         if slot not in self._states:
-            part, recipe = self.parts[slot.chunk], self.recipe
-            shape = torch.empty(part.numel, device=self.device)
+            chunk, recipe = self.chunks[slot.chunk], self.recipe
+            shape = torch.empty(chunk.numel, device=self.device)
             stream = recipe.rank if slot.kind is Kind.FRAME else len(recipe.hosts) + recipe.rank
             if recipe.codec.shares_stream:
                 stream = 0
-            seeds = [self._seed_of(tensor, start) for tensor, start, _ in part.partitions]
+            seeds = [self._seed_of(tensor, start) for tensor, start, _ in chunk.partitions]
             state = coder.init(shape, seed=seeds[0], stream=stream)
             bulk = coder if isinstance(coder, Bulk) else None
             if bulk is not None and "seed" in state:
@@ -245,42 +243,42 @@ class Job:
             if recipe.names is not None:
                 keys = [
                     Key(recipe.names[tensor], start, stop, slot.kind, slot.merged)
-                    for tensor, start, stop in part.partitions
+                    for tensor, start, stop in chunk.partitions
                 ]
-                self._keeper.adopt(keys, state, bulk)
+                self._state_store.register(keys, state, bulk)
             if WEIGHT in state:
                 views = [state[WEIGHT]] if bulk is None else bulk.views(state[WEIGHT])
                 self._weights += [
-                    (view, *part) for view, part in zip(views, part.partitions, strict=True)
+                    (view, *part) for view, part in zip(views, chunk.partitions, strict=True)
                 ]
             self._states[slot] = state
         return self._states[slot]
 
     def _seed_of(self, tensor: int, start: int) -> int:
-        """The same for a partition whatever travels with it."""
+        """Returns the seed of a partition, which does not depend on what travels with it."""
         names = self.recipe.names
         name = names[tensor] if names is not None else f"{tensor}"
         own = zlib.crc32(f"{name}[{start}]".encode())
         return (self._seed * 1_000_003 + own) & (2**62 - 1)
 
     def _read(self, slot: Slot, codec: Codec) -> Callable[[], torch.Tensor]:
-        """What gives the elements or the frame of a slot."""
+        """Returns a function that gives the elements or the frame of a slot."""
         if slot.kind is Kind.GRADIENT:
-            return self.parts[slot.chunk].gather
-        cell = self._cell(slot, codec)
-        if slot in self._received and cell.staged:
-            return cell.fetch
-        memory = cell.device
+            return self.chunks[slot.chunk].gather
+        buffer = self._buffer(slot, codec)
+        if slot in self._received and buffer.staged:
+            return buffer.fetch
+        memory = buffer.data
         return lambda: memory
 
     def _encode(self, task: Task, codec: Codec) -> Callable[[], object]:
         slot = task.writes[0]
         made_by = self._codec_of(slot, codec)
-        coder = self.parts[slot.chunk].coder(made_by)
+        coder = self.chunks[slot.chunk].coder(made_by)
         state = self._state(slot, coder)
-        read, cell = self._read(task.reads[0], codec), self._cell(slot, codec)
-        encode, out, publish = coder.encode, cell.device, cell.publish
-        if not cell.staged:
+        read, buffer = self._read(task.reads[0], codec), self._buffer(slot, codec)
+        encode, out, publish = coder.encode, buffer.data, buffer.publish
+        if not buffer.staged:
             return lambda: encode(read(), state, out=out)
 
         def run() -> None:
@@ -291,99 +289,99 @@ class Job:
 
     def _decode(self, task: Task, codec: Codec) -> Callable[[], object]:
         slot, target = task.reads[0], task.writes[0]
-        part = self.parts[slot.chunk]
-        decode = part.coder(self._codec_of(slot, codec)).decode
+        chunk = self.chunks[slot.chunk]
+        decode = chunk.coder(self._codec_of(slot, codec)).decode
         read = self._read(slot, codec)
         if target.kind is not Kind.GRADIENT:
-            out = self._cell(target, codec).device
+            out = self._buffer(target, codec).data
             return lambda: decode(read(), out=out)
         alpha = self._alpha
 
         def run() -> None:
-            decode(read(), out=part.elements, alpha=alpha)
-            part.scatter()
+            decode(read(), out=chunk.elements, alpha=alpha)
+            chunk.scatter()
 
         return run
 
     def _merge(self, task: Task, codec: Codec) -> Callable[[], object]:
         target = task.writes[0]
-        part = self.parts[target.chunk]
+        chunk = self.chunks[target.chunk]
         adds = [
             self._adder(slot, weight, codec, first=k == 0)
             for k, (slot, weight) in enumerate(zip(task.reads, task.weights, strict=True))
         ]
         if target.kind is Kind.GRADIENT:
-            return self._merge_home(part, adds)
-        cell = self._cell(target, codec)
+            return self._merge_home(chunk, adds)
+        buffer = self._buffer(target, codec)
         if target.kind is Kind.PLAIN:
-            mean = cell.device
+            mean = buffer.data
             return lambda: [add(mean) for add in adds]
         made_by = self._codec_of(target, codec)
-        coder = part.coder(made_by)
+        coder = chunk.coder(made_by)
         state = self._state(target, coder)
         frames = all(slot.kind is Kind.FRAME for slot in task.reads)
-        if self.device.type == "cuda" and frames and not part.is_bulk:
-            # One kernel, where there is one.
+        if self.device.type == "cuda" and frames and not chunk.is_bulk:
+            # One kernel, if there is one for these codecs.
             reads = [self._read(slot, codec) for slot in task.reads]
             same = len(set(task.weights)) == 1
 
             def fused() -> None:
                 made_by.merge(
-                    [read() for read in reads], codec, part.numel, state,
-                    alpha=task.weights[0], out=cell.device,
+                    [read() for read in reads], codec, chunk.numel, state,
+                    alpha=task.weights[0], out=buffer.data,
                 )  # fmt: skip
-                cell.publish()
+                buffer.publish()
 
             if same:
                 return fused
 
         def run() -> None:
-            mean = scratch.take(part.numel, self.device)
+            mean = scratch.take(chunk.numel, self.device)
             for add in adds:
                 add(mean)
-            coder.encode(mean, state, out=cell.device)
-            cell.publish()
+            coder.encode(mean, state, out=buffer.data)
+            buffer.publish()
 
         return run
 
     def _merge_home(
-        self, part: Part, adds: Sequence[Callable[[torch.Tensor], object]]
+        self, chunk: Chunk, adds: Sequence[Callable[[torch.Tensor], object]]
     ) -> Callable[[], object]:
-        """A merge that writes the gradient itself."""
+        """Binds a merge that writes the gradient itself."""
         alpha = self._alpha
 
         def run() -> None:
-            mean = scratch.take(part.numel, self.device)
+            mean = scratch.take(chunk.numel, self.device)
             for add in adds:
                 add(mean)
             if alpha != 1.0:
                 mean.mul_(alpha)
-            part.elements.copy_(mean)
-            part.scatter()
+            chunk.elements.copy_(mean)
+            chunk.scatter()
 
         return run
 
     def _adder(
         self, slot: Slot, weight: float, codec: Codec, *, first: bool
     ) -> Callable[[torch.Tensor], object]:
-        """Adds a slot, times its weight, to a sum; the first overwrites it."""
+        """Returns a function that adds a slot, times its weight, to a sum; `first` overwrites."""
         read = self._read(slot, codec)
         if slot.kind in (Kind.GRADIENT, Kind.PLAIN, Kind.RAW):
             if first:
                 return lambda mean: mean.copy_(read()).mul_(weight)
             return lambda mean: mean.add_(read(), alpha=weight)
-        decode = self.parts[slot.chunk].coder(self._codec_of(slot, codec)).decode
+        decode = self.chunks[slot.chunk].coder(self._codec_of(slot, codec)).decode
         return lambda mean: decode(read(), out=mean, add=not first, alpha=weight)
 
     def _sum_up(self, task: Task) -> Callable[[], object]:
-        """What follows an all-reduce: the mean, handed out."""
-        part = self.parts[task.chunk]
-        done = self.recipe.total or self._shares_first
+        """Binds what follows an all-reduce: the mean, copied to the caller's tensors."""
+        chunk = self.chunks[task.chunk]
+        done = self.recipe.total or self._divides_first
         scale = 1.0 if done else 1.0 / len(self.recipe.hosts)
 
         def run() -> None:
             if scale != 1.0:
-                part.elements.mul_(scale)
-            part.scatter()
+                chunk.elements.mul_(scale)
+            chunk.scatter()
 
         return run

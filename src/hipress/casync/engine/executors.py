@@ -1,0 +1,447 @@
+"""Runs exchanges: over a transport with tags on several threads, or without tags in one order.
+
+`Executor` is for transports with tags (gloo). It has these queues:
+
+    compute       encode, decode, merge: the first ready task of the oldest exchange, on one thread
+                  or a few
+    gate          on a GPU, holds the first tasks of an exchange back until its gradients are there
+    communicate   starts sends and receives and never waits for the network; small sends are started
+                  by the thread that made them
+    waiters       wait for what was started: one for the messages of each peer, one for all sends
+
+A task is released when the last one it needs is done; there is no other order. Tagged messages may
+overtake each other, so no queue ever waits for another rank's order. gloo reports a message only to
+a thread that waits for it, hence the waiters. It moves no byte before the receiver has asked, hence
+receives are started as soon as their memory is free.
+
+`OrderedExecutor` is for transports without tags (NCCL). One thread walks the lowered graph, in the
+same order on all ranks. On a GPU it only enqueues: codecs on one stream, exchanges on another,
+events between them; nothing waits for the device. Without streams each task is done before the
+next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+
+from hipress.casync.engine.exchange import Exchange, Message
+from hipress.casync.engine.handle import CLOSE_S
+from hipress.casync.engine.memory import new_stream
+from hipress.casync.engine.transport import Pending, Transport, finish, raise_again
+from hipress.casync.graphs.graph import COMPUTING, Verb
+from hipress.casync.graphs.shape import TAG_BITS
+from hipress.compll.backends.threads import stay_on_this_thread
+from hipress.errors import UsageError
+from hipress.timeline import Event
+
+MAX_WAITERS = 16
+"""Peers beyond this number share waiters."""
+
+_SEQUENCES = 2**TAG_BITS
+_SPREAD = 4099
+"""Distance between the tags of two recipes at one moment: more than exchanges run at once."""
+_STOP = (-1, -1)
+
+
+class BaseExecutor:
+    """The exchanges that are running, and how one or all of them end.
+
+    Args:
+        transport: What the exchanges communicate through.
+        device: Where gradients are; on a GPU work goes to a stream of its own.
+        explain: Called with an error that a thread ran into; returns the error that callers get.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        explain: Callable[[BaseException], BaseException] = lambda error: error,
+    ) -> None:
+        self.transport = transport
+        self.stream = new_stream(device) if device.type == "cuda" else None
+        self.num_threads = 1
+        """Number of threads that compute."""
+        self.events: list[Event] | None = None
+        """Where tasks are recorded, if anywhere."""
+        self.verb_ns: dict[str, int] = {}
+        """Time spent in each verb so far; a receive counts from its start to its end."""
+        self._counting = threading.Lock()
+        self.failure: BaseException | None = None
+        self.explain = explain
+        self._running: set[Exchange] = set()
+        self._running_lock = threading.Lock()
+
+    def check(self) -> None:
+        """Raises if an earlier error, or `close`, has ended this executor."""
+        raise_again(self.failure)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all exchanges with an error, now and from now on."""
+        with self._running_lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+            running, self._running = self._running, set()
+        for exchange in running:
+            exchange.on_done(error)
+        # Threads that wait for the network come back, so that the process can end.
+        with suppress(RuntimeError):  # it may be gone already
+            self.transport.abort()
+
+    def _add(self, exchange: Exchange) -> None:
+        with self._running_lock:
+            self.check()
+            self._running.add(exchange)
+
+    def _end(self, exchange: Exchange) -> None:
+        """Hands an exchange back, unless it has failed meanwhile."""
+        with self._running_lock:
+            if exchange not in self._running:
+                return
+            self._running.discard(exchange)
+        exchange.on_done(None)
+
+    def _record(self, exchange: Exchange, index: int, queue: str, start_ns: int) -> None:
+        """Notes that a task ends now."""
+        end_ns = time.perf_counter_ns()
+        task = exchange.recipe.graph.tasks[index]
+        verb = task.verb.value
+        with self._counting:
+            self.verb_ns[verb] = self.verb_ns.get(verb, 0) + end_ns - start_ns
+        # Read once: another thread may stop the recording meanwhile.
+        if (events := self.events) is not None:
+            events.append(
+                Event(
+                    verb=verb,
+                    name=exchange.recipe.name,
+                    label=exchange.recipe.labels[task.chunk],
+                    piece=task.chunk,
+                    queue=queue,
+                    wire_bytes=_wire_bytes(exchange.bound.messages[index]),
+                    start_ns=start_ns,
+                    end_ns=end_ns,
+                )
+            )
+
+
+def _wire_bytes(message: Message | None) -> int | None:
+    if message is None:
+        return None
+    return sum(buffer.wire.nbytes for buffer, *_ in (*message.sends, *message.recvs))
+
+
+class Executor(BaseExecutor):
+    """Threads that run exchanges over a transport with tags until they are closed.
+
+    Args:
+        transport: Must have tags.
+        device: Where gradients are; on a GPU work goes to a stream of its own.
+        explain: Called with an error that a thread ran into; returns the error that callers get.
+        num_threads: Threads of the computing queue. Chunks share them, so each task runs on one.
+            Work for a GPU is started by one thread.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        explain: Callable[[BaseException], BaseException] = lambda error: error,
+        num_threads: int = 1,
+    ) -> None:
+        super().__init__(transport, device, explain)
+        self._lock = threading.Lock()
+        self._ready = _ReadyTasks()
+        self._posts: queue.SimpleQueue[tuple[Exchange, int] | None] = queue.SimpleQueue()
+        self._gated: queue.SimpleQueue[tuple[torch.cuda.Event, Exchange, list[int]] | None]
+        self._gated = queue.SimpleQueue()
+        self._waits: dict[int, queue.SimpleQueue[Any]] = {}
+        self._threads: list[threading.Thread] = []
+        self.num_threads = num_threads if self.stream is None else 1
+        for _ in range(self.num_threads):
+            self._start("compute", self._compute)
+        self._start("communicate", self._communicate)
+        if self.stream is not None:
+            self._start("gate", self._open_gates)
+
+    def submit(self, exchange: Exchange, ready: torch.cuda.Event | None = None) -> None:
+        """Starts an exchange that was prepared; its `on_done` is called when all is done.
+
+        Args:
+            exchange: What to run.
+            ready: On a GPU, when its gradients are there. Nothing that waits for them is given to
+                the stream before, or the merges of earlier exchanges would stand behind it: a host
+                that runs ahead of its GPU starts the last encode long before the first merge.
+        """
+        self._add(exchange)
+        # Receives first: what the others send can then flow while this rank still encodes.
+        positions = [index for index, needs in enumerate(exchange.recipe.num_needs) if needs == 0]
+        tasks = exchange.recipe.graph.tasks
+        for index in positions:
+            if tasks[index].verb is Verb.RECV:
+                self._dispatch(exchange, index)
+        if not tasks:  # empty tensors
+            self._end(exchange)
+        rest = [index for index in positions if tasks[index].verb is not Verb.RECV]
+        if ready is None:
+            for index in rest:
+                self._dispatch(exchange, index)
+        else:
+            self._gated.put((ready, exchange, rest))
+
+    def close(self) -> None:
+        """Ends the threads; running exchanges fail."""
+        self.fail(UsageError("this engine is closed; make another."))
+        for _ in range(self.num_threads):
+            self._ready.push(_STOP, None)
+        self._posts.put(None)
+        self._gated.put(None)
+        for waits in self._waits.values():
+            waits.put(None)
+        # A daemon thread that returns to Python while that shuts down aborts the process.
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(CLOSE_S)
+
+    def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(
+            target=self._guard, args=(target, *args), name=f"hipress-{name}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _guard(self, target: Callable[..., None], *args: Any) -> None:
+        try:
+            if self.stream is not None:
+                torch.cuda.set_stream(self.stream)
+            target(*args)
+        except BaseException as error:  # every failure must reach the callers that wait
+            self.fail(self.explain(error))
+
+    def _dispatch(self, exchange: Exchange, index: int) -> None:
+        task = exchange.recipe.graph.tasks[index]
+        if task.verb in COMPUTING:
+            self._ready.push((exchange.sequence, index), exchange)
+        elif task.verb is Verb.SEND and exchange.bound.is_light[index]:
+            self._post(exchange, index)
+        else:
+            self._posts.put((exchange, index))
+
+    def _release(self, exchange: Exchange, index: int) -> None:
+        """Marks a task as done and starts what only waited for it."""
+        ready = []
+        with exchange.lock:
+            waiting = exchange.waiting
+            for follower in exchange.recipe.followers[index]:
+                waiting[follower] -= 1
+                if waiting[follower] == 0:
+                    ready.append(follower)
+            exchange.left -= 1
+            last = exchange.left == 0
+        for follower in ready:
+            self._dispatch(exchange, follower)
+        if last:
+            # What was sent must have left before its memory is used again.
+            self._wait_for(-1, exchange, -1, _All(exchange.sends), 0)
+
+    def _compute(self) -> None:
+        stay_on_this_thread()
+        while True:
+            index, exchange = self._ready.pop()
+            if exchange is None:
+                return
+            work = exchange.bound.work[index]
+            assert work is not None
+            start_ns = time.perf_counter_ns()
+            work()
+            self._record(exchange, index, "compute", start_ns)
+            self._release(exchange, index)
+
+    def _open_gates(self) -> None:
+        while (found := self._gated.get()) is not None:
+            ready, exchange, positions = found
+            ready.synchronize()
+            for index in positions:
+                self._dispatch(exchange, index)
+
+    def _communicate(self) -> None:
+        while (found := self._posts.get()) is not None:
+            self._post(*found)
+
+    def _post(self, exchange: Exchange, index: int) -> None:
+        """Starts a send, a receive or an all-reduce."""
+        task, message = exchange.recipe.graph.tasks[index], exchange.bound.messages[index]
+        assert message is not None
+        start_ns = time.perf_counter_ns()
+        # Ranks in different exchanges never match each other's messages; they time out instead.
+        high = (exchange.sequence + _SPREAD * exchange.recipe.number) % _SEQUENCES << TAG_BITS
+        if task.verb is Verb.RECV:
+            buffer, of, tag = message.recvs[0]
+            pending = self.transport.recv(buffer.wire, of, high | tag)
+            self._wait_for(of % MAX_WAITERS, exchange, index, pending, start_ns)
+        elif task.verb is Verb.SEND:
+            buffer, to, tag = message.sends[0]
+            buffer.before_send()
+            pending = self.transport.send(buffer.wire, to, high | tag)
+            if exchange.recipe.followers[index]:
+                self._wait_for(-1, exchange, index, pending, start_ns)
+            else:
+                # No task needs to know when it has left, so no thread wakes up for it.
+                exchange.sends.append(pending)
+                self._record(exchange, index, "send", start_ns)
+                self._release(exchange, index)
+        else:
+            pending = self.transport.all_reduce(exchange.addend(task.chunk))
+            self._wait_for(-1, exchange, index, pending, start_ns)
+
+    def _wait_for(
+        self, waiter: int, exchange: Exchange, index: int, pending: Pending, start_ns: int
+    ) -> None:
+        with self._lock:
+            waits = self._waits.get(waiter)
+            if waits is None:
+                waits = self._waits[waiter] = queue.SimpleQueue()
+                self._start("wait" if waiter < 0 else f"wait-{waiter}", self._wait, waits)
+        waits.put((exchange, index, pending, start_ns))
+
+    def _wait(self, waits: queue.SimpleQueue[Any]) -> None:
+        while (found := waits.get()) is not None:
+            exchange, index, pending, start_ns = found
+            finish(pending)
+            if index < 0:
+                self._end(exchange)
+                continue
+            task = exchange.recipe.graph.tasks[index]
+            if task.verb is Verb.RECV:
+                exchange.bound.messages[index].recvs[0][0].after_recv()
+            elif task.verb is Verb.ALL_REDUCE:
+                exchange.bound.work[index]()
+            self._record(exchange, index, "send" if task.to else "recv", start_ns)
+            self._release(exchange, index)
+
+
+class _ReadyTasks:
+    """Tasks that can run, those of the oldest exchange first, in the order of its graph."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[tuple[int, int], int, Exchange | None]] = []
+        self._lock = threading.Lock()
+        # Counts the items: a wait on it costs a fifth of one on a threading.Condition.
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def push(self, key: tuple[int, int], exchange: Exchange | None) -> None:
+        with self._lock:
+            heapq.heappush(self._items, (key, id(exchange), exchange))
+        self._tokens.put(None)
+
+    def pop(self) -> tuple[int, Exchange | None]:
+        self._tokens.get()
+        with self._lock:
+            (_, index), _, exchange = heapq.heappop(self._items)
+        return index, exchange
+
+
+class _All:
+    """Several pending messages as one."""
+
+    def __init__(self, pending: Sequence[Pending]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        for one in self._pending:
+            finish(one)
+
+
+class OrderedExecutor(BaseExecutor):
+    """One thread that runs exchanges in one order; the same interface as `Executor`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        explain: Callable[[BaseException], BaseException] = lambda error: error,
+    ) -> None:
+        super().__init__(transport, device, explain)
+        self._side = new_stream(device) if device.type == "cuda" else None
+        self._submitted: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hipress-ordered", daemon=True)
+        self._thread.start()
+
+    def submit(self, exchange: Exchange, ready: torch.cuda.Event | None = None) -> None:
+        """Starts an exchange that was prepared; on a GPU its stream waits for `ready`."""
+        self._add(exchange)
+        if ready is not None and self.stream is not None:
+            self.stream.wait_event(ready)
+        self._submitted.put(exchange)
+
+    def close(self) -> None:
+        """Ends the thread; running exchanges fail."""
+        self.fail(UsageError("this engine is closed; make another."))
+        self._submitted.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            while (exchange := self._submitted.get()) is not None:
+                self._play(exchange)
+                with _on(self.stream):
+                    self._end(exchange)
+        except BaseException as error:  # every failure must reach the callers that wait
+            self.fail(self.explain(error))
+
+    def _play(self, exchange: Exchange) -> None:
+        done: list[torch.cuda.Event | None] = []
+        for index, task in enumerate(exchange.recipe.graph.tasks):
+            start_ns = time.perf_counter_ns()
+            computes = task.verb in COMPUTING
+            stream = self.stream if computes else self._side
+            with _on(stream):
+                if stream is not None:
+                    for need in task.needs:
+                        event = done[need]
+                        assert event is not None
+                        stream.wait_event(event)
+                self._do(exchange, index, computes)
+                done.append(stream.record_event() if stream is not None else None)
+            self._record(exchange, index, "compute" if computes else "communicate", start_ns)
+        if self.stream is not None:
+            for event in done:
+                assert event is not None
+                self.stream.wait_event(event)
+
+    def _do(self, exchange: Exchange, index: int, computes: bool) -> None:
+        work, message = exchange.bound.work[index], exchange.bound.messages[index]
+        if computes:
+            assert work is not None
+            work()
+            return
+        assert message is not None
+        task = exchange.recipe.graph.tasks[index]
+        if task.verb is Verb.ALL_REDUCE:
+            finish(self.transport.all_reduce(exchange.addend(task.chunk)))
+            assert work is not None
+            work()
+            return
+        for buffer, *_ in message.sends:
+            buffer.before_send()
+        pending = self.transport.exchange(
+            [(buffer.wire, to) for buffer, to, _ in message.sends],
+            [(buffer.wire, of) for buffer, of, _ in message.recvs],
+        )
+        for one in pending:
+            finish(one)
+        for buffer, *_ in message.recvs:
+            buffer.after_recv()
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
