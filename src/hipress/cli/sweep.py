@@ -1,4 +1,4 @@
-"""SimulatedStep sweeps: a profile, a number of ranks, and the codecs, strategies and plans to play."""
+"""Simulated sweeps: a profile, a number of ranks, and the codecs, strategies and plans to try."""
 
 from __future__ import annotations
 
