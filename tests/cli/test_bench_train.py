@@ -47,6 +47,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
             assert 0 < row["wire_bytes_per_rank"] < 4 * NUM_PARAMETERS
 
 
+@full
 def test_all_hooks_and_ours_on_loopback(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--loopback", *SMALL, "--json", "-") == 0
     captured = capsys.readouterr()

@@ -59,6 +59,7 @@ def test_measures_links_codecs_and_a_model_on_loopback(tmp_path, capsys):
     assert "onebit" in captured.err and "Model mlp" in captured.err and "loopback" in found.made
 
 
+@full
 def test_measures_between_the_ranks_of_a_job(tmp_path):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -373,8 +373,7 @@ NAMES = tuple(sorted({c.name for c in CASES} - {"none"}, key=len, reverse=True))
 # loop, every wrapper. The others are compiled in `make test-all`, and interpreted in both.
 QUICK = (
     *("none", "fp16", "bf16", "int8(ef=false)", "onebit(ef=false)", "tbq(ef=false)"),
-    *("onebit(block=64, means=2, ef=false)", "minmax(bits=4)", "terngrad"),
-    *("dithering", "dithering(levels=9, partition=natural, norm=l2)", "graddrop(ef=false)"),
+    *("onebit(block=64, means=2, ef=false)", "minmax(bits=2)", "terngrad", "dithering"),
     *("topk(ef=false)", "topk(exact=true, ef=false)", "randomk(ef=false)"),
     *("int8", "onebit", "topk", "ef(terngrad)", MOMENTUM[0].expr, DGC[2].expr),
 )

@@ -135,6 +135,7 @@ def test_the_example_is_the_one_of_the_docs() -> None:
     assert '[project.entry-points."hipress.codecs"]\nmaxsign = "hipress_maxsign:SPEC"\n' in page
 
 
+@full
 def test_without_it_there_is_no_such_codec() -> None:
     found = run('print(json.dumps([names(), told(lambda: codec("maxsign"))]))')
     assert found[0] == BUILT_IN
@@ -193,6 +194,7 @@ def test_broken_packages_say_so_and_break_no_other(tmp_path: Path) -> None:
 # --- names that are taken ------------------------------------------------------------------------
 
 
+@full
 def test_a_built_in_name_cannot_be_taken(tmp_path: Path) -> None:
     install(tmp_path, {name: "hipress_maxsign:SPEC" for name in BUILT_IN}, "greedy")
     asked = "[names(), {n: describe(n).program for n in names()}, codec('onebit').codec_hash]"

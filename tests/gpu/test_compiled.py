@@ -23,7 +23,7 @@ WIDE = {"ef(onebit)": "encode_p0", "minmax(bits=2)": "encode_p1", "topk": "encod
 """Codecs and their main pass: one over blocks; a second one, with random numbers; a filter."""
 CODECS = thinned(
     (*WIDE, *(c for c in hipress.codecs.names() if c not in ("onebit", "minmax", "topk"))),
-    keep=(*WIDE, "none", "int8", "terngrad", "randomk"),
+    keep=(*WIDE, "int8"),
 )
 
 

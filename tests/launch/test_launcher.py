@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grid import full
 from tests.launch.conftest import marked, wait_until_gone
 
 SLEEP = "exec sleep 300"
@@ -358,6 +359,7 @@ def test_after_sigkill_nothing_is_left(start, ssh, two, marker, who):
     wait_until_gone(marker)
 
 
+@full
 def test_a_reader_that_leaves_ends_all(start, marker):
     program = start("--nproc", 1, "--env", f"M={marker}", "sh", "-c", "while echo x; do :; done")
     program.stdout.readline()
@@ -384,6 +386,7 @@ def test_a_reader_that_stalls_stalls_the_ranks_and_loses_nothing(start, tmp_path
     assert out.splitlines() == [f"[rank 0] {n:0999}" for n in range(6_000)]
 
 
+@full
 def test_a_reader_that_stalls_does_not_delay_the_end(start, marker):
     program = start("--nproc", 1, "--env", f"M={marker}", "yes", constants={"_KILL_S": 0.5})
     program.stdout.readline()
@@ -395,6 +398,7 @@ def test_a_reader_that_stalls_does_not_delay_the_end(start, marker):
     wait_until_gone(marker)
 
 
+@full
 def test_output_that_cannot_be_written(run, start, tmp_path):
     # To a full disk: told once, and files are kept.
     with open("/dev/full", "w") as full:

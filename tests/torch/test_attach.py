@@ -36,6 +36,7 @@ ROUNDING = 1e-6
 @pytest.fixture(scope="module")
 def told(request, tmp_path_factory):
     codecs = selected(request, "test_replicas_agree_bit_for_bit", "codec")
+    detached = selected(request, "test_detach_loses_nothing", "case")
     folder = str(tmp_path_factory.mktemp("plans"))
     found = Told()
     stages = [
@@ -54,7 +55,7 @@ def told(request, tmp_path_factory):
         [
             *({"id": f"unused {view} {to_none}", "do": "unused", "ranks": 2, "view": view,
                "to_none": to_none} for view in (True, False) for to_none in (True, False)),
-            {"id": "detach", "do": "detach", "ranks": 4, "cases": DETACHED},
+            {"id": "detach", "do": "detach", "ranks": 4, "cases": detached},
             *({"id": name, "do": name, "ranks": 2}
               for name in ("detach_unused", "amp", "amp_ledger", "clip", "static", "sparse")),
             {"id": "choices", "do": "choices", "ranks": 2, "folder": folder},
@@ -249,7 +250,13 @@ def test_sparse_gradients_are_left_to_torch(told):
 # --- the life of an exchange ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", DETACHED, ids=" ".join)
+@pytest.mark.parametrize(
+    "case",
+    thinned(
+        [pytest.param(case, id=" ".join(case)) for case in DETACHED],
+        lambda cell: cell.values[0] in (DETACHED[0], DETACHED[3], DETACHED[5]),
+    ),
+)
 def test_detach_loses_nothing(told, case):
     """Catches: residuals that detach forgets, counts N times, or leaves in place."""
     found = one([result[" ".join(case)] for result in told.results("detach", range(4))])
