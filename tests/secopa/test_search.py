@@ -61,7 +61,7 @@ def test_what_backward_hides_is_left_alone():
 
 def test_small_gradients_and_vectors_are_exempt():
     found = search(made(numels=(2**20, 100), bytes_per_s=1e6))
-    assert found.plan.decision("g1").reason == "100 elements, fewer than 4096"
+    assert found.plan.decision("g1").reason == "100 elements, fewer than min_size=4096"
     assert found.plan.decision("g1").compressed_s is not None
     flat = search(made(dims=1, bytes_per_s=1e6))
     assert {d.reason for d in flat.plan.gradients.values()} == {"one dimension (norm or bias)"}

@@ -37,9 +37,6 @@ MOMENTUM = re.compile(r"(dgc|momentum)\b")
 
 BUDGETS = {"careful": CAREFUL, "table": PASSED}
 
-MIN_NUMEL = 4096
-"""Smaller gradients, and those of one dimension, are exempt: little to gain, much to lose."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -132,23 +129,3 @@ class Budget:
         if self.bound is not None and off > self.bound:
             return f"{codec} is {off:.2g} off, more than {self.bound:g}"
         return ""
-
-
-def exempt(dims: int, numel: int, min_size: int | None = None) -> str:
-    """Returns why a gradient is not compressed whatever it would gain; empty if it may be.
-
-    Args:
-        dims: The number of its dimensions.
-        numel: The number of its elements.
-        min_size: The least number of elements that the user asked for; `MIN_NUMEL` if None.
-
-    Example:
-        >>> exempt(1, 10**6), exempt(2, 100, min_size=1000), exempt(2, 10**6)
-        ('one dimension (norm or bias)', '100 elements, fewer than min_size=1000', '')
-    """
-    if dims < 2:
-        return "one dimension (norm or bias)"
-    if numel < (MIN_NUMEL if min_size is None else min_size):
-        limit = f"{MIN_NUMEL}" if min_size is None else f"min_size={min_size}"
-        return f"{numel} elements, fewer than {limit}"
-    return ""

@@ -20,9 +20,9 @@ from functools import partial
 from itertools import product
 
 from hipress.casync.graphs.strategies import candidates
-from hipress.plan import Decision, Plan, plain_strategy
+from hipress.plan import Decision, Plan, exempt_reason, plain_strategy
 from hipress.profile import GradientProfile, Profile
-from hipress.secopa.budget import Budget, exempt
+from hipress.secopa.budget import Budget
 from hipress.secopa.simulate import Simulator
 
 STRATEGIES = candidates()
@@ -88,7 +88,7 @@ def search(
     """
     simulator = Simulator(profile, num_ranks)
     if reasons is None:
-        reasons = {g.name: exempt(g.dims, g.numel) for g in simulator.model.gradients}
+        reasons = {g.name: exempt_reason(g.dims, g.numel) for g in simulator.model.gradients}
     return _Search(simulator, strategies, budget or Budget(), codecs, reasons, patience_s).run(
         epoch
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from hipress.errors import UsageError
-from hipress.plan import Decision
+from hipress.plan import Decision, exempt_reason
 from hipress.profile import Curve, Profile
-from hipress.secopa.budget import exempt
 from hipress.secopa.simulate import FREE
 
 EFFICIENCY = 0.94
@@ -87,7 +86,7 @@ def uniform(profile: Profile, codec: str, strategy: str) -> dict[str, Decision]:
     found = {}
     for gradient in profile.model.gradients:
         numel = gradient.numel
-        if why := exempt(gradient.dims, numel):  # by the parameter server, as attach does
+        if why := exempt_reason(gradient.dims, numel):  # by the parameter server, as attach does
             found[gradient.name] = Decision(strategy="ps", numel=numel, reason=why)
         else:
             found[gradient.name] = Decision(codec=codec, strategy=strategy, numel=numel)
