@@ -216,7 +216,10 @@ def test_build_of_a_lone_function(run, lone, tmp_path):
         (["build", ENCODE, "-f", "mxnet"], "framework 'mxnet' is not known; choices: torch."),
         (["build", ENCODE, "--param", "bitwidth"], "--param 'bitwidth' is not NAME=VALUE"),
         (["build", ENCODE, "--param", "bitwidth=x"], "--param 'bitwidth=x' is not NAME=VALUE"),
-        (["build", ENCODE, "--param", "bitwidth=3"], "a uint cannot have 3 bits; allowed: 1, 2, 4, 8"),
+        (
+            ["build", ENCODE, "--param", "bitwidth=3"],
+            "a uint cannot have 3 bits; allowed: 1, 2, 4, 8",
+        ),
         (["build", ENCODE, "--param", "bitwidth=999"], "bitwidth=999 does not fit uint8"),
         (["build", ENCODE, "--param", "bits=2"], "has no parameter 'bits'; it takes: bitwidth"),
         (["show", "topk", "--param", "ratio=1e999"], "ratio=inf must be a finite number"),
