@@ -497,9 +497,8 @@ def test_parameter_left_out(both: Path) -> None:
 def test_parameter_that_the_program_refuses(both: Path) -> None:
     with pytest.raises(ProgramError) as error:
         codec(str(both), bitwidth=3)
-    assert f"{both}:26:10: a uint cannot have 3 bits; allowed: 1, 2, 4, 8, 16, 32\n" in str(
-        error.value
-    )
+    message = f"{both}:26:10: a uint cannot have 3 bits; allowed: 1, 2, 4, 8, 16, 32\n"
+    assert message in str(error.value)
 
 
 def test_wrong_program_shows_its_place(tmp_path: Path) -> None:
