@@ -53,7 +53,7 @@ def test_the_plan_is_never_worse_than_nothing_or_everything():
 
 def test_what_backward_hides_is_left_alone():
     # The first gradients have all of backward to travel; only the last must hurry.
-    found = search(made(numels=(7_000_000,) * 4, bytes_per_s=1e9, backward_s=1.0), patience_s=5.0)
+    found = search(made(numels=(7_000_000,) * 4, bytes_per_s=1e9, backward_s=1.0), patience_s=60.0)
     decisions = list(found.plan.gradients.values())
     assert not decisions[0].is_compressed
     assert decisions[-1].is_compressed
