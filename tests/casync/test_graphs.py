@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hipress.casync.graphs import lowering, partitions, strict
+from hipress.casync.graphs import lowering, partitions
 from hipress.casync.graphs.graph import COMPUTING, Kind, Verb
 from hipress.casync.graphs.strategies import STRATEGIES, Cluster, build, candidates, get
 from hipress.errors import UsageError
+from tests.casync import strict
 
 LOWERINGS = {
     "default": {},

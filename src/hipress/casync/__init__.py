@@ -1,7 +1,7 @@
-"""CaSync: gradients across the network and back, averaged, the same bits on every rank.
+"""CaSync: averages gradients over the network; every rank gets the same bits.
 
-In walking order: `chunks` says how gradients are cut, `strategies` build a `graph`, `lowering`
-makes it what runs; a `recipe` holds all that. `job` gives slots `memory` and tasks functions;
-`executor` (or `ordered`) runs them over a `transport`. `engine` looks everything up, `agree` and
-`health` watch over the ranks, `world` is the door.
+In walking order: `graphs` cuts gradients into chunks, builds the task graph of a strategy and
+lowers it (pure data). `engine` agrees on a recipe, binds its graph to buffers and codecs as an
+exchange, and runs that with an executor over a transport. `ranks` compares what ranks were given,
+watches their heartbeats and measures their clocks.
 """

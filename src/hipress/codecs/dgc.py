@@ -6,14 +6,13 @@ from typing import Any
 from hipress.codecs.spec import (
     FRACTION_RULE,
     POSITIVE_RULE,
-    RATIO_RULE,
     Option,
     Spec,
+    flag,
     fraction,
     number,
     positive,
-    share,
-    truth,
+    ratio,
 )
 from hipress.codecs.topk import MAX_WORKERS
 
@@ -36,14 +35,14 @@ def _params(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _phases(options: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     steps = options["warmup"]
-    ratios = [r for r in WARMUP_RATIOS if r > options["ratio"]]
+    ratios = [share for share in WARMUP_RATIOS if share > options["ratio"]]
     if steps == 0 or not ratios:
         return []
     ramp: dict[int, float] = {}
-    for k, ratio in enumerate(ratios):
-        ramp.setdefault(steps * k // len(ratios), ratio)  # fewer steps than ratios skip some
+    for k, share in enumerate(ratios):
+        ramp.setdefault(steps * k // len(ratios), share)  # fewer steps than ratios skip some
     rows = [*ramp.items(), (steps, options["ratio"])]
-    return [(start, {"ratio": ratio, "warmup": 0}) for start, ratio in rows]
+    return [(start, {"ratio": share, "warmup": 0}) for start, share in rows]
 
 
 SPEC = Spec(
@@ -51,13 +50,7 @@ SPEC = Spec(
     summary="the largest elements of a local accumulation of momentum",
     paper="Lin et al., Deep Gradient Compression, ICLR 2018",
     options=(
-        Option(
-            name="ratio",
-            default=0.001,
-            rule=RATIO_RULE,
-            allowed=share,
-            about="share of the elements that is sent",
-        ),
+        ratio("ratio", 0.001, "share of the elements that is sent"),
         Option(
             name="momentum",
             default=0.9,
@@ -65,13 +58,7 @@ SPEC = Spec(
             allowed=fraction,
             about="the optimizer's momentum, kept here instead of there",
         ),
-        Option(
-            name="nesterov",
-            default=False,
-            rule="true or false",
-            allowed=truth,
-            about="Nesterov's form of it",
-        ),
+        flag("nesterov", False, "Nesterov's form of it"),
         Option(
             name="clip",
             default=0.0,
@@ -95,17 +82,15 @@ SPEC = Spec(
             allowed=lambda v: number(v) and v >= 0 and v == int(v),
             about="steps over which the ratio falls from 25 % to its value",
         ),
-        Option(
-            name="sample",
-            default=0.01,
-            rule=RATIO_RULE,
-            allowed=share,
-            about="share of the elements that the threshold is estimated from (at least 4096)",
+        ratio(
+            "sample",
+            0.01,
+            "share of the elements that the threshold is estimated from (at least 4096)",
         ),
     ),
     params=_params,
     phases=_phases,
     own_memory=True,
-    # Momentum has been applied already; what the union of the workers sent does not lose its rest.
+    # The workers have applied momentum already, and the residual keeps what is not sent back.
     back=lambda o, workers: f"topk(ratio={o['ratio']!r}, workers={min(workers, MAX_WORKERS)})",
 )

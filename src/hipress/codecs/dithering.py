@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hipress.codecs.spec import Option, Spec, number
+from hipress.codecs.spec import Option, Spec, count
 
 MAX_LEVELS = 127
 
@@ -23,13 +23,7 @@ SPEC = Spec(
     summary="one of a few levels and the sign of each element, the mean kept",
     paper="Alistarh et al., QSGD, NeurIPS 2017; Horvath et al., Natural Compression, 2019",
     options=(
-        Option(
-            name="levels",
-            default=2,
-            rule=f"a whole number from 1 to {MAX_LEVELS}",
-            allowed=lambda v: number(v) and 1 <= v <= MAX_LEVELS and v == int(v),
-            about="levels above zero; up to 7 take 4 bits, more take 8",
-        ),
+        count("levels", 2, MAX_LEVELS, "levels above zero; up to 7 take 4 bits, more take 8"),
         Option(
             name="partition",
             default="linear",

@@ -274,26 +274,58 @@ def _read_header(view: memoryview[Any], codec_hash: int | None) -> tuple[Header,
         sender, first_gradient, first_partition, reserved,
     ) = _HEADER.unpack_from(view)  # fmt: skip
     # The order matters: what the frame is, then how long it is (so that the bytes under the check
-    # exist), then whether it is intact, and only then what its fields say. The sentences live in
-    # functions of their own, so that a good frame passes in 3 us.
+    # exist), then whether it is intact, and only then what its fields say.
     if magic != MAGIC:
-        raise _foreign(magic)
+        raise FrameError(
+            f"frame starts with {magic!r} and not with {MAGIC!r}: HiPress did not write it; "
+            "pass the bytes that encode returned."
+        )
     if version != VERSION:
-        raise _other_version(version)
+        newer = "it was written by a newer HiPress; upgrade this rank."
+        unknown = "no HiPress wrote that; encode it again."
+        raise FrameError(
+            f"frame has version {version} and this rank reads version {VERSION}: "
+            + (newer if version > VERSION else unknown)
+        )
     if not 1 <= num_bodies <= MAX_BODIES:
-        raise _bad_count(num_bodies)
-    if num_bytes != total_bytes:
-        raise _bad_length(num_bytes, total_bytes)
+        raise FrameError(
+            f"frame claims {num_bodies} bodies, outside 1 to {MAX_BODIES}: it is damaged; "
+            "send it again."
+        )
+    if num_bytes < total_bytes:
+        raise FrameError(
+            f"frame is cut short, {num_bytes} of {total_bytes} bytes; receive all of it."
+        )
+    if num_bytes > total_bytes:
+        raise FrameError(
+            f"frame is oversized, {num_bytes} bytes where its header says {total_bytes}; "
+            "pass the frame without what follows it."
+        )
     if HEADER_BYTES + ENTRY_BYTES * num_bodies > num_bytes:
-        raise _bad_table(num_bodies, num_bytes)
+        raise FrameError(
+            f"frame claims {num_bodies} bodies, whose table does not fit in its {num_bytes} bytes: "
+            "it is damaged; send it again."
+        )
     if check != (expected := _crc(view, num_bodies)):
-        raise _bad_check(check, expected)
+        raise FrameError(
+            f"frame has check {check:#010x} and its header and table give {expected:#010x}: they "
+            "were changed after they were written; send it again."
+        )
     if flag_bits & ~_KNOWN_FLAGS:
-        raise _bad_flags(flag_bits)
+        raise FrameError(
+            f"frame has flags {flag_bits:#06x}, of which {flag_bits & ~_KNOWN_FLAGS:#06x} are "
+            f"unknown in version {VERSION}; send it again."
+        )
     if reserved:
-        raise _bad_reserved(reserved)
+        raise FrameError(
+            f"frame has reserved bytes {reserved:#018x}, which are 0 in version {VERSION}; "
+            "send it again."
+        )
     if codec_hash is not None and found_hash != codec_hash:
-        raise _other_codec(found_hash, codec_hash)
+        raise FrameError(
+            f"frame has codec hash {found_hash:#018x} and this rank expects {codec_hash:#018x}: it "
+            "was written by another codec or with other parameters; give every rank the same codec."
+        )
     header = Header(
         codec_hash=found_hash,
         plan_epoch=plan_epoch,
@@ -337,75 +369,6 @@ def _short(num_bytes: int) -> FrameError:
     return FrameError(
         f"frame is {num_bytes} bytes, shorter than its {HEADER_BYTES}-byte header: it was cut "
         "short or is no frame; pass all bytes that encode returned."
-    )
-
-
-def _foreign(magic: bytes) -> FrameError:
-    return FrameError(
-        f"frame starts with {magic!r} and not with {MAGIC!r}: HiPress did not write it; "
-        "pass the bytes that encode returned."
-    )
-
-
-def _other_version(version: int) -> FrameError:
-    newer = "it was written by a newer HiPress; upgrade this rank."
-    unknown = "no HiPress wrote that; encode it again."
-    return FrameError(
-        f"frame has version {version} and this rank reads version {VERSION}: "
-        + (newer if version > VERSION else unknown)
-    )
-
-
-def _bad_count(num_bodies: int) -> FrameError:
-    return FrameError(
-        f"frame claims {num_bodies} bodies, outside 1 to {MAX_BODIES}: it is damaged; "
-        "send it again."
-    )
-
-
-def _bad_length(num_bytes: int, total_bytes: int) -> FrameError:
-    if num_bytes < total_bytes:
-        return FrameError(
-            f"frame is cut short, {num_bytes} of {total_bytes} bytes; receive all of it."
-        )
-    return FrameError(
-        f"frame is oversized, {num_bytes} bytes where its header says {total_bytes}; "
-        "pass the frame without what follows it."
-    )
-
-
-def _bad_table(num_bodies: int, num_bytes: int) -> FrameError:
-    return FrameError(
-        f"frame claims {num_bodies} bodies, whose table does not fit in its {num_bytes} bytes: "
-        "it is damaged; send it again."
-    )
-
-
-def _bad_check(found: int, expected: int) -> FrameError:
-    return FrameError(
-        f"frame has check {found:#010x} and its header and table give {expected:#010x}: they "
-        "were changed after they were written; send it again."
-    )
-
-
-def _bad_flags(flag_bits: int) -> FrameError:
-    return FrameError(
-        f"frame has flags {flag_bits:#06x}, of which {flag_bits & ~_KNOWN_FLAGS:#06x} are "
-        f"unknown in version {VERSION}; send it again."
-    )
-
-
-def _bad_reserved(reserved: int) -> FrameError:
-    return FrameError(
-        f"frame has reserved bytes {reserved:#018x}, which are 0 in version {VERSION}; "
-        "send it again."
-    )
-
-
-def _other_codec(found: int, expected: int) -> FrameError:
-    return FrameError(
-        f"frame has codec hash {found:#018x} and this rank expects {expected:#018x}: it was "
-        "written by another codec or with other parameters; give every rank the same codec."
     )
 
 

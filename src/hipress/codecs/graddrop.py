@@ -1,6 +1,6 @@
 """`graddrop(ratio=0.01, sample=0.001)`: all but the largest elements dropped."""
 
-from hipress.codecs.spec import RATIO_RULE, Option, Spec, feedback_off, share
+from hipress.codecs.spec import Spec, feedback_off, ratio
 from hipress.codecs.topk import MAX_WORKERS
 
 SPEC = Spec(
@@ -9,19 +9,11 @@ SPEC = Spec(
     paper="Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017",
     feedback=True,
     options=(
-        Option(
-            name="ratio",
-            default=0.01,
-            rule=RATIO_RULE,
-            allowed=share,
-            about="share of the elements that is kept (the paper drops 99 %)",
-        ),
-        Option(
-            name="sample",
-            default=0.001,
-            rule=RATIO_RULE,
-            allowed=share,
-            about="share of the elements that the threshold is estimated from (at least 4096)",
+        ratio("ratio", 0.01, "share of the elements that is kept (the paper drops 99 %)"),
+        ratio(
+            "sample",
+            0.001,
+            "share of the elements that the threshold is estimated from (at least 4096)",
         ),
     ),
     back=lambda o, workers: (

@@ -1,6 +1,6 @@
 """`onebit(block=1024, means=1)`: signs, and one or two values per block."""
 
-from hipress.codecs.spec import Option, Spec, number
+from hipress.codecs.spec import Option, Spec, block, number
 
 SPEC = Spec(
     program="onebit.pse",
@@ -8,13 +8,7 @@ SPEC = Spec(
     paper="Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014",
     feedback=True,
     options=(
-        Option(
-            name="block",
-            default=1024,
-            rule="a multiple of 8 from 64 to 65536",
-            allowed=lambda v: number(v) and 64 <= v <= 65536 and v % 8 == 0,
-            about="elements that share a scale",
-        ),
+        block(1024),
         Option(
             name="means",
             default=1,

@@ -1,6 +1,6 @@
 """`randomk(ratio=0.01)`: values at random places that all ranks share."""
 
-from hipress.codecs.spec import RATIO_RULE, Option, Spec, share
+from hipress.codecs.spec import Spec, ratio
 
 SPEC = Spec(
     program="randomk.pse",
@@ -8,15 +8,7 @@ SPEC = Spec(
     paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018",
     feedback=True,
     shares_stream=True,
-    options=(
-        Option(
-            name="ratio",
-            default=0.01,
-            rule=RATIO_RULE,
-            allowed=share,
-            about="share of the elements that is sent",
-        ),
-    ),
+    options=(ratio("ratio", 0.01, "share of the elements that is sent"),),
     # The sum lives on the same places, so nothing is lost on the way back.
     back=lambda o, workers: f"randomk(ratio={o['ratio']!r}, ef=false)",
 )

@@ -27,12 +27,12 @@ def _same(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A codec of the table."""
+    """Describes one codec of the table."""
 
     program: str
     """File name of its CompLL program."""
     summary: str
-    """One line: what it sends."""
+    """What it sends, in one line."""
     paper: str
     options: tuple[Option, ...] = ()
     params: Callable[[Mapping[str, Any]], dict[str, Any]] = _same
@@ -42,48 +42,83 @@ class Spec:
     back: Callable[[Mapping[str, Any], int], str] | None = None
     """The expression of the way back for some options and workers; the codec itself if None."""
     phases: Callable[[Mapping[str, Any]], list[tuple[int, dict[str, Any]]]] | None = None
-    """First step and changed options of each phase, where the rate changes over time.
-
-    The options of a phase describe one that does not change: `dgc` gives `warmup=0` in each.
-    """
+    """First step and changed options of each phase, if the rate changes over time. The options of a
+    phase must not change again: `dgc` gives `warmup=0` in each."""
     own_memory: bool = False
-    """Whether it keeps momentum and a residual itself: a wrapper would do that a second time."""
+    """Whether it keeps momentum and a residual itself, so that wrappers must not add them."""
     shares_stream: bool = False
     """Whether all ranks must draw the same random numbers, e.g. to pick the same places."""
     package: str = "hipress.codecs"
     """The package whose folder holds the program."""
 
 
-def share(value: Any) -> bool:
-    """Whether an option is a share of the gradient: above 0, at most 1."""
-    return number(value) and 0 < value <= 1
-
-
-def number(value: Any) -> bool:
-    """Whether an option is a number (true and false are not)."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def positive(value: Any) -> bool:
-    """Whether an option is a number above 0 that binary32 holds with room to spare."""
-    return number(value) and 1e-30 <= value <= 1e30
-
-
-def fraction(value: Any) -> bool:
-    """Whether an option is at least 0 and below 1, also when it is rounded to binary32."""
-    return number(value) and 0 <= value <= 0.999999
-
-
-def truth(value: Any) -> bool:
-    """Whether an option is true or false."""
-    return isinstance(value, bool)
-
-
-def feedback_off(options: Mapping[str, Any]) -> str:
-    """What `back` adds to an expression so that `ef=false` holds on the way back too."""
-    return "" if options["ef"] else ", ef=false"
-
+# Rules for options.
 
 RATIO_RULE = "above 0, at most 1"
 POSITIVE_RULE = "from 1e-30 to 1e30"
 FRACTION_RULE = "from 0 to 0.999999"
+
+
+def share(value: Any) -> bool:
+    """Returns whether an option is a share of the gradient: above 0, at most 1."""
+    return number(value) and 0 < value <= 1
+
+
+def number(value: Any) -> bool:
+    """Returns whether an option is a number (true and false are not)."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def positive(value: Any) -> bool:
+    """Returns whether an option is above 0 and far from the limits of binary32."""
+    return number(value) and 1e-30 <= value <= 1e30
+
+
+def fraction(value: Any) -> bool:
+    """Returns whether an option is at least 0 and below 1, also when rounded to binary32."""
+    return number(value) and 0 <= value <= 0.999999
+
+
+def truth(value: Any) -> bool:
+    """Returns whether an option is true or false."""
+    return isinstance(value, bool)
+
+
+# Options of several codecs.
+
+
+def ratio(name: str, default: float, about: str) -> Option:
+    """Makes an option that is a share of the elements."""
+    return Option(name=name, default=default, rule=RATIO_RULE, allowed=share, about=about)
+
+
+def flag(name: str, default: bool, about: str) -> Option:
+    """Makes an option that is true or false."""
+    return Option(name=name, default=default, rule="true or false", allowed=truth, about=about)
+
+
+def count(name: str, default: int, most: int, about: str) -> Option:
+    """Makes an option that is a whole number from 1 to `most`."""
+    return Option(
+        name=name,
+        default=default,
+        rule=f"a whole number from 1 to {most}",
+        allowed=lambda value: number(value) and 1 <= value <= most and value == int(value),
+        about=about,
+    )
+
+
+def block(default: int) -> Option:
+    """Makes the option for the size of blocks that share a scale."""
+    return Option(
+        name="block",
+        default=default,
+        rule="a multiple of 8 from 64 to 65536",
+        allowed=lambda value: number(value) and 64 <= value <= 65536 and value % 8 == 0,
+        about="elements that share a scale",
+    )
+
+
+def feedback_off(options: Mapping[str, Any]) -> str:
+    """Returns what `back` adds to an expression so that `ef=false` holds on the way back too."""
+    return "" if options["ef"] else ", ef=false"

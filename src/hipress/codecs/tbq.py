@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hipress.codecs.spec import POSITIVE_RULE, Option, Spec, feedback_off, number, positive
+from hipress.codecs.spec import POSITIVE_RULE, Option, Spec, count, feedback_off, positive
 
 MAX_LEVELS = 127
 
@@ -27,12 +27,11 @@ SPEC = Spec(
             allowed=positive,
             about="the threshold, in units of the gradient",
         ),
-        Option(
-            name="levels",
-            default=1,
-            rule=f"a whole number from 1 to {MAX_LEVELS}",
-            allowed=lambda v: number(v) and 1 <= v <= MAX_LEVELS and v == int(v),
-            about="1 is the threshold; more send the nearest multiple of tau / levels, up to tau: "
+        count(
+            "levels",
+            1,
+            MAX_LEVELS,
+            "1 is the threshold; more send the nearest multiple of tau / levels, up to tau: "
             "2 to 7 take 4 bits, more take 8",
         ),
     ),

@@ -1,6 +1,6 @@
 """`topk(ratio=0.01, exact=false)`: the largest elements by magnitude."""
 
-from hipress.codecs.spec import RATIO_RULE, Option, Spec, feedback_off, number, share, truth
+from hipress.codecs.spec import Spec, count, feedback_off, flag, ratio
 
 MAX_WORKERS = 10**6
 
@@ -10,33 +10,13 @@ SPEC = Spec(
     paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018",
     feedback=True,
     options=(
-        Option(
-            name="ratio",
-            default=0.01,
-            rule=RATIO_RULE,
-            allowed=share,
-            about="share of the elements that is sent",
+        ratio("ratio", 0.01, "share of the elements that is sent"),
+        flag(
+            "exact", False, "exactly the largest, or all above a threshold estimated from a sample"
         ),
-        Option(
-            name="exact",
-            default=False,
-            rule="true or false",
-            allowed=truth,
-            about="exactly the largest, or all above a threshold estimated from a sample",
-        ),
-        Option(
-            name="sample",
-            default=0.01,
-            rule=RATIO_RULE,
-            allowed=share,
-            about="share of the elements in that sample (at least 4096)",
-        ),
-        Option(
-            name="workers",
-            default=1,
-            rule=f"a whole number from 1 to {MAX_WORKERS}",
-            allowed=lambda v: number(v) and 1 <= v <= MAX_WORKERS and v == int(v),
-            about="of how many workers the picks have room, on the way back",
+        ratio("sample", 0.01, "share of the elements in that sample (at least 4096)"),
+        count(
+            "workers", 1, MAX_WORKERS, "of how many workers the picks have room, on the way back"
         ),
     ),
     # Workers pick different elements: the way back has room for all of them.
