@@ -60,6 +60,14 @@ CONTRACT = "tests/codecs/test_contract.py"
 FRAME = "tests/codecs/test_frame.py"
 WORLD = "tests/launch/test_world.py"
 
+LOST = "tests/session/test_nothing_is_lost.py"
+POLICY = "tests/session/test_policy.py"
+LOOPBACK = "tests/casync/test_loopback.py"
+GRAPHS = "tests/casync/test_graphs.py"
+CONTRACT = "tests/codecs/test_contract.py"
+FRAME = "tests/codecs/test_frame.py"
+WORLD = "tests/launch/test_world.py"
+
 DEFECTS: tuple[Defect, ...] = (
     # --- session --------------------------------------------------------------------------------
     Defect(
@@ -91,7 +99,7 @@ DEFECTS: tuple[Defect, ...] = (
         (f"{LOST}::test_a_checkpoint_of_other_ranks_is_owed_once",),
     ),
     Defect(
-        "a checkpoint is taken over bit for bit by another codec",
+        "residuals of another codec's checkpoint are dropped",
         "session/checkpoint.py",
         "same = (choice.codec.name, choice.strategy) == (facts",
         "same = True or (choice.codec.name, choice.strategy) == (facts",
@@ -257,7 +265,7 @@ DEFECTS: tuple[Defect, ...] = (
         "flushes = holder not in (None, wanted)",
         "flushes = False",
         (
-            "tests/session/test_auto.py::test_an_order_is_taken_once_and_an_unfinished_one_is_given_again",
+            "tests/session/test_auto.py::test_another_plan_is_used_after_the_state_of_the_last_was_sent",
         ),
     ),
     Defect(
