@@ -68,6 +68,14 @@ CONTRACT = "tests/codecs/test_contract.py"
 FRAME = "tests/codecs/test_frame.py"
 WORLD = "tests/launch/test_world.py"
 
+LOST = "tests/session/test_nothing_is_lost.py"
+POLICY = "tests/session/test_policy.py"
+LOOPBACK = "tests/casync/test_loopback.py"
+GRAPHS = "tests/casync/test_graphs.py"
+CONTRACT = "tests/codecs/test_contract.py"
+FRAME = "tests/codecs/test_frame.py"
+WORLD = "tests/launch/test_world.py"
+
 DEFECTS: tuple[Defect, ...] = (
     # --- session --------------------------------------------------------------------------------
     Defect(
@@ -458,6 +466,34 @@ DEFECTS: tuple[Defect, ...] = (
         "[size / sum(sizes) for size in sizes]",
         "[size / (sum(sizes) - 1) for size in sizes]",
         (f"{GRAPHS}::test_every_rank_gets_the_same_mean",),
+    ),
+    Defect(
+        "ps merges in another order than that of the ranks",
+        "casync/graphs/strategies/ps.py",
+        "draft.merge(parts, mean,",
+        "draft.merge(parts[::-1], mean,",
+        (f"{LOOPBACK}::test_a_sync_is_what_the_slow_reference_computes",),
+    ),
+    Defect(
+        "ranks agree on every exchange anew",
+        "casync/engine/engine.py",
+        "recipe = self._recipes.get(key)",
+        "recipe = None",
+        (f"{LOOPBACK}::test_steady_steps_agree_bind_and_allocate_nothing",),
+    ),
+    Defect(
+        "tasks are bound to buffers in every step",
+        "casync/engine/exchange.py",
+        "if codec.name not in self._bounds:",
+        "if True:",
+        (f"{LOOPBACK}::test_steady_steps_agree_bind_and_allocate_nothing",),
+    ),
+    Defect(
+        "buffers are made anew in every step",
+        "casync/engine/engine.py",
+        "exchange = free.pop() if free else None",
+        "exchange = None",
+        (f"{LOOPBACK}::test_steady_steps_agree_bind_and_allocate_nothing",),
     ),
     Defect(
         "hosts count alike whatever number of ranks they have",
