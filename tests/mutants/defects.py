@@ -76,6 +76,14 @@ CONTRACT = "tests/codecs/test_contract.py"
 FRAME = "tests/codecs/test_frame.py"
 WORLD = "tests/launch/test_world.py"
 
+LOST = "tests/session/test_nothing_is_lost.py"
+POLICY = "tests/session/test_policy.py"
+LOOPBACK = "tests/casync/test_loopback.py"
+GRAPHS = "tests/casync/test_graphs.py"
+CONTRACT = "tests/codecs/test_contract.py"
+FRAME = "tests/codecs/test_frame.py"
+WORLD = "tests/launch/test_world.py"
+
 DEFECTS: tuple[Defect, ...] = (
     # --- session --------------------------------------------------------------------------------
     Defect(
@@ -714,10 +722,10 @@ DEFECTS: tuple[Defect, ...] = (
         ("tests/probe/test_probe.py::test_a_quota_of_the_container_counts",),
     ),
     Defect(
-        "a text plan swaps its last three fields",
+        "the size of a text plan's line is read from its last field",
         "plan.py",
-        "name, *size, answer, partitions = fields",
-        "name, *size, answer, partitions = [*fields[:-3], *fields[:-4:-1]]",
+        "numel=int(size[0]) if size else None",
+        "numel=int(partitions) if size else None",
         ("tests/test_plan.py",),
     ),
     Defect(
