@@ -147,9 +147,7 @@ def test_the_longest_name_works() -> None:
 def test_float16_without_an_instruction_of_the_processor() -> None:
     """Catches: rounding that differs from machines with the instruction."""
     rng = np.random.default_rng(0)
-    bits = np.concatenate(
-        [rng.integers(0, 2**32, 999), rng.integers(0x33000000, 0x47900000, 999)]
-    )
+    bits = np.concatenate([rng.integers(0, 2**32, 999), rng.integers(0x33000000, 0x47900000, 999)])
     values = bits.astype(np.uint32).view(np.float32)
     edges = [0.0, -0.0, 65504, 65519.996, 65520, 2**-24, 2**-25, 1 + 2**-11, 1 + 3 * 2**-11, np.inf]
     values = np.concatenate([values[~np.isnan(values)], np.array(edges, np.float32)])
