@@ -95,7 +95,7 @@ class Tracer(StepObserver):
             Event(
                 verb="ready",
                 name=f"bucket {index}",
-                piece=index,
+                chunk=index,
                 queue=BUCKETS,
                 start_ns=now_ns,
                 end_ns=now_ns,
@@ -185,7 +185,7 @@ class Tracer(StepObserver):
             Event(
                 verb=verb,
                 name="",
-                piece=self._step,
+                chunk=self._step,
                 queue=MODEL,
                 start_ns=start_ns,
                 end_ns=end_ns,

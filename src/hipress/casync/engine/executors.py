@@ -124,7 +124,7 @@ class BaseExecutor:
                     verb=verb,
                     name=exchange.recipe.name,
                     label=exchange.recipe.labels[task.chunk],
-                    piece=task.chunk,
+                    chunk=task.chunk,
                     queue=queue,
                     wire_bytes=_wire_bytes(exchange.bound.messages[index]),
                     start_ns=start_ns,
