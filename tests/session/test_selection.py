@@ -133,7 +133,7 @@ def test_a_plan_decides_for_what_it_names():
     assert (found.codec.name, found.strategy, found.partitions) == ("int8", "ring", 3)
     assert found.reason == ""
     assert choice("w", plan=plan).reason == "too dear"
-    assert choice("v", plan=plan).reason == "the plan says so"
+    assert choice("v", plan=plan).reason == "the plan leaves it uncompressed"
     assert choice("u", plan=plan).reason == "not in the plan"
     assert choice("b", plan=plan, exclude="b").reason == "excluded by 'b'"
     assert choice("b", LARGE.double(), plan=plan).reason == "codecs do not take float64"
@@ -178,7 +178,7 @@ def test_a_text_plan_is_filled_in():
     found = choice("w", plan=plan, codec=made, strategy="ring")
     assert found.codec is made
     assert (found.strategy, found.partitions, found.reason) == ("ring", 4, "")
-    assert choice("v", plan=plan, codec="int8").reason == "the plan says so"
+    assert choice("v", plan=plan, codec="int8").reason == "the plan leaves it uncompressed"
     # What is left alone goes as such gradients go, not by the codec's strategy.
     assert choice("v", plan=plan, strategy="ring").strategy == "ps"
     assert choice("v", torch.zeros(2**17), plan=plan, strategy="ring").strategy == "allreduce"
