@@ -195,8 +195,6 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Merge:
-    """A module with a kernel that merges frames."""
-
     module: ModuleType
     kernel: Kernel
 
@@ -206,7 +204,6 @@ _merges: dict[tuple[Any, ...], Merge | None] = {}
 
 
 def renderer(backend: str) -> Renderer:
-    """Returns the backend of this name."""
     if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; choices: {', '.join(BACKENDS)}.")
     module: Any = importlib.import_module(BACKENDS[backend])

@@ -145,7 +145,6 @@ class Fold:
 
     @property
     def exprs(self) -> list[Expr]:
-        """The values it is made of."""
         return [self.body, self.init, *([self.combine] if self.combine is not None else [])]
 
 
@@ -263,7 +262,6 @@ Pass = Loop | Compact | Select | Sorting | Scan | Scatter | Scalars
 
 
 def pass_folds(p: Pass) -> list[Fold]:
-    """Returns the reductions that a pass computes."""
     if isinstance(p, Loop):
         return [f for phase in p.phases for f in phase.folds]
     return list(p.folds) if isinstance(p, Compact) else []
@@ -296,8 +294,6 @@ def pass_exprs(p: Pass) -> list[Expr]:
 
 @dataclass(frozen=True, slots=True)
 class Require:
-    """A condition on the payload; where it fails the frame is refused with `message`."""
-
     cond: Expr
     message: str
 
@@ -325,7 +321,6 @@ class Kernel:
 
     @cached_property
     def random(self) -> bool:
-        """Whether a random number is drawn."""
         # Asked for in every call of a codec; looking at all passes takes 40 us.
         exprs = [e for p in self.passes for e in pass_exprs(p)]
         return any(e.op in RANDOM for e in walk(exprs))
@@ -405,5 +400,4 @@ def block_sizes(exprs: Iterable[Expr]) -> set[int]:
 
 
 def loads(roots: Iterable[Expr]) -> list[Array]:
-    """Returns the arrays that some values read, in order of first use."""
     return list(dict.fromkeys(e.attr for e in walk(roots) if e.is_load))

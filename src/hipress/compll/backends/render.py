@@ -61,8 +61,12 @@ class Lines:
     def __str__(self) -> str:
         return "\n".join(self.text) + "\n"
 
+    def open(self, line: str) -> None:
+        """Begins a block: what follows stands under `line`."""
+        self(line)
+        self.depth += 1
+
     def end(self) -> None:
-        """Ends a function."""
         self.depth = 0
         self.text += ["", ""]
 
@@ -84,15 +88,12 @@ def pass_method(printer: object, p: ir.Pass) -> Callable[..., None]:
 
 
 class Printer:
-    """Prints the values of one kernel."""
-
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.graph = Graph()
         self._num_names = 0
 
     def fresh(self) -> str:
-        """Returns a name that is not in use."""
         self._num_names += 1
         return f"v{self._num_names}"
 
@@ -103,7 +104,6 @@ class Printer:
         return name
 
     def spell(self, e: Expr, args: list[str]) -> str:
-        """Writes one operation; a backend adds to this."""
         raise NotImplementedError
 
     def print(
@@ -142,7 +142,6 @@ class Printer:
 
 
 def machine_type(e: Expr) -> str:
-    """Returns the machine type of a value."""
     if e.type == "int":
         return "i32" if e.narrow else "i64"
     return "f32" if e.type == "float" else "bool"
@@ -247,7 +246,6 @@ class MachinePrinter(Printer):
         return self.combined_by_program(f, a, b, out)
 
     def combined_by_program(self, f: Fold, a: str, b: str, out: Lines) -> str:
-        """Returns the same for a function that the program gives."""
         raise NotImplementedError
 
 

@@ -181,8 +181,6 @@ def evaluate(
 
 
 class _Checker(Expressions):
-    """Evaluates the statements of a function."""
-
     def __init__(self, source: ast.Source, draft: Draft, params: dict[str, ParamValue]) -> None:
         super().__init__(source, draft)
         self.params = params
@@ -406,8 +404,7 @@ class _Checker(Expressions):
         limit = self.draft.capacity(value)
         if want is not None and want is not limit:
             self.fail(
-                target,
-                f"{target.id!r} has {self.show(want)}; encode wrote {self.show(limit)}",
+                target, f"{target.id!r} has {self.show(want)}; encode wrote {self.show(limit)}"
             )
         home.names[target.id] = value
 

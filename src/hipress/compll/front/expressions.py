@@ -60,7 +60,6 @@ class Expressions:
         return self._sites.setdefault(pos, len(self._sites))
 
     def elem(self, type_: ast.TypeName, env: Env) -> ElemType:
-        """Returns the element type that `type_` names."""
         if type_.width is not None and type_.base != "uint":
             self.fail(type_, f"{type_.base!r} takes no width; write uint<...>")
         if type_.base == "uint":
@@ -80,7 +79,6 @@ class Expressions:
         self.fail(type_, f"{type_.base!r} is not the type of a value; use float, int or uint<...>")
 
     def declare(self, s: ast.Declare, env: Env) -> None:
-        """Binds a new name."""
         if s.name in env.names:
             self.fail(s, f"{s.name!r} is declared twice")
         if s.type.base == "lambda_func":
@@ -117,7 +115,6 @@ class Expressions:
             env = env.outer
 
     def value(self, node: ast.Expr, env: Env) -> Binding:
-        """Returns the value of an expression: a number, an array or a function."""
         self.depth += 1
         self.work += 1
         if self.depth > MAX_DEPTH:

@@ -121,7 +121,6 @@ class Graph:
         return self.make(op, index, type=array.type, attr=array, bounds=bounds)
 
     def random(self, op: str, index: Expr, site: int, key: Expr | None = None) -> Expr:
-        """`uniform` or `bits32`."""
         args = (index,) if key is None else (index, key)
         if op == "uniform":
             return self.make(op, *args, type="float", attr=site)
@@ -282,7 +281,6 @@ class Graph:
         return self.make(e.op, *args, type=e.type, attr=e.attr, bounds=(e.lo, e.hi))
 
     def logic(self, op: str, a: Expr, b: Expr) -> Expr:
-        """`land` or `lor` of two bools."""
         for x, y in ((a, b), (b, a)):
             if x.op == "const":
                 return y if x.attr == (op == "land") else x

@@ -31,7 +31,6 @@ def element(checker: Expressions, array: ArrayValue, ix: Expr) -> Expr:
 
 
 def retyped(checker: Expressions, value: ArrayValue, elem: ElemType) -> ArrayValue:
-    """Returns the same array with elements of another type."""
     if value.elem == elem:
         return value
     g = checker.graph
@@ -144,7 +143,6 @@ def range_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 def _folding(
     checker: Expressions, node: ast.Call, env: Env, array: ArrayValue
 ) -> tuple[Fold, ElemType]:
-    """Returns the reduction that `reduce` and `scan` share: (array, init, f)."""
     g = checker.graph
     f, func = _function(checker, node.args[2], env, 2)
     elem = array.elem
@@ -435,7 +433,6 @@ OPERATORS: dict[str, tuple[Operator, int, int]] = {
 
 
 def call(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    """Calls the operator that `node` names."""
     if node.name not in OPERATORS:
         known = ", ".join(sorted(OPERATORS))
         checker.fail(node, f"{node.name!r} is not a function; operators: {known}")

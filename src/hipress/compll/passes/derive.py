@@ -52,8 +52,6 @@ RHO = "@rho"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two functions of a codec, each with its file."""
-
     encode: tuple[ast.Source, ast.Function]
     decode: tuple[ast.Source, ast.Function]
 
@@ -372,7 +370,6 @@ def _received(
 
 
 def _sections(parts: Iterable[Part]) -> tuple[ir.Section, ...]:
-    """Returns the memory of the parts that `_received` returned."""
     sections = []
     for part in parts:
         if isinstance(part.value, Expr):
@@ -386,7 +383,6 @@ def _sections(parts: Iterable[Part]) -> tuple[ir.Section, ...]:
 def _decoded(
     draft: Draft, pair: Pair, params: Mapping[str, ParamValue], parts: Sequence[Part]
 ) -> ArrayValue:
-    """Returns the gradient that decode makes of a payload."""
     result = check.evaluate(*pair.decode, draft, params=params, payload=parts)
     assert result.gradient is not None
     return result.gradient
@@ -405,7 +401,6 @@ def _stored_first(draft: Draft, new: Expr) -> Expr:
 
 
 def _used(passes: tuple[ir.Pass, ...]) -> set[Array]:
-    """Returns the memory that some passes read or write."""
     sorts = [p.sort for p in passes if isinstance(p, ir.Select | ir.Sorting)]
     used = {a for s in sorts for a in (s.values, s.keys) if a is not None}
     for p in passes:

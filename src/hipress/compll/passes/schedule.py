@@ -33,7 +33,6 @@ def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> t
 
 
 def block_of(exprs: Iterable[Expr]) -> int | None:
-    """Returns the block size that some values are tied to."""
     sizes = ir.block_sizes(exprs)
     assert len(sizes) <= 1, "blocks of two sizes in one value"
     return next(iter(sizes), None)
@@ -41,8 +40,6 @@ def block_of(exprs: Iterable[Expr]) -> int | None:
 
 @dataclass(eq=False)
 class _Open:
-    """A pass that still takes work."""
-
     level: int
     length: Expr
     block: int | None = None

@@ -52,8 +52,6 @@ MARK = "made by HiPress CompLL"
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The result of `Package.write`."""
-
     files: tuple[Path, ...]
     notes: tuple[str, ...]
     """What the package still lacks, in sentences."""
@@ -81,7 +79,6 @@ class Package:
 
     @property
     def name(self) -> str:
-        """The name it is imported by."""
         return package_name(self.bound.program.name)
 
     @cached_property
@@ -107,7 +104,6 @@ class Package:
         return dict(zip(PARTS[part], texts, strict=False))
 
     def text(self, part: str) -> str:
-        """Returns the text of the first file of one of `PARTS`."""
         if part == "body":
             return self.bound.source("cpu", variant=self.variant)
         program = self.bound.program
@@ -228,11 +224,9 @@ class Arg:
 
     @property
     def op_name(self) -> str:
-        """Its name in the operator."""
         return self.prefix + self.name
 
     def text(self, name: str, *, typed: bool) -> str:
-        """Returns the argument in a signature."""
         if not typed:
             return f"{name}={self.default}" if self.default else name
         return f"{name}: {self.type}" + (f" = {self.default}" if self.default else "")
@@ -368,7 +362,6 @@ def _about_states(states: list[str]) -> str:
 
 
 def _about_params(options: Mapping[str, str], static: Mapping[str, int | float]) -> str:
-    """Returns what a reader of the docstring has to know about parameters."""
     lines = [f"    `{new}` is the program's `{old}`." for old, new in options.items() if new != old]
     lines += [
         f"    `{name}` was fixed at {value} when this was built." for name, value in static.items()
@@ -377,7 +370,6 @@ def _about_params(options: Mapping[str, str], static: Mapping[str, int | float])
 
 
 def tuple_text(items: Iterable[str]) -> str:
-    """Returns a tuple of some texts, as Python writes it."""
     texts = list(items)
     return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 

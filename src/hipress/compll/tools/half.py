@@ -42,12 +42,10 @@ class Half(Program):
 
     @property
     def function(self) -> ast.Function:
-        """The function that is there."""
         return self.pair.encode[1]
 
     @property
     def missing(self) -> str:
-        """The name of the function that is not."""
         is_encode = self.function.name.endswith("Encode")
         return self.function.name[:-6] + ("Decode" if is_encode else "Encode")
 
@@ -77,7 +75,6 @@ class BoundHalf(Bound):
         return (derive.encode_kernel(half.pair, self.static, dtype=dtype, variant=variant),)
 
     def check(self) -> None:
-        """Checks the function without making a kernel."""
         source, function = self.program.pair.encode
         if self.program.missing.endswith("Decode"):
             derive.encode_kernel(self.program.pair, self.static)

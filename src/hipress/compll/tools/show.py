@@ -118,8 +118,6 @@ _Text = tuple[str, int]
 
 
 class _Printer:
-    """Prints one kernel; names are given in the order of its passes."""
-
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.out = Lines()
@@ -131,16 +129,14 @@ class _Printer:
 
     def text(self) -> str:
         k, out = self.kernel, self.out
-        out(f"{k.name}: {cost(k)}")
-        out.depth += 1
+        out.open(f"{k.name}: {cost(k)}")
         self._sizes()
         self._memory()
         for require in k.requires:
             (cond,) = self._values([require.cond])
             out(f"require {cond}, or: {require.message}")
         for number, p in enumerate(k.passes, 1):
-            out(f"pass {number}: {self._title(p)}")
-            out.depth += 1
+            out.open(f"pass {number}: {self._title(p)}")
             pass_method(self, p)(p)
             out.depth -= 1
         return str(out)
@@ -208,15 +204,13 @@ class _Printer:
     def loop(self, p: ir.Loop) -> None:
         for number, phase in enumerate(p.phases, 1):
             if len(p.phases) > 1:
-                self.out(f"phase {number}")
-                self.out.depth += 1
+                self.out.open(f"phase {number}")
             roots = _element_roots(phase.folds, phase.stores)
             self._elements(phase.folds, phase.stores, self._values(roots))
             if len(p.phases) > 1:
                 self.out.depth -= 1
         if p.block_stores:
-            self.out("once a block")
-            self.out.depth += 1
+            self.out.open("once a block")
             self._stores(p.block_stores, "b")
             self.out.depth -= 1
 

@@ -74,7 +74,6 @@ else:
 
 
 def render(kernels: Iterable[Kernel], *, title: str) -> str:
-    """Returns the source of a module with one entry point per kernel."""
     kernels = list(kernels)
     text = "\n\n".join(_kernel(k) for k in kernels)
     half = "_f16(" in text
@@ -99,8 +98,7 @@ def _run(printer: Passes) -> None:
     """Prints the function that runs all steps on one thread, and the list of them for more."""
     name, out, steps = printer.kernel.name, printer.out, printer.steps
     out("@njit(**_JIT)")
-    out(f"def _{name}_run({printer.args}):")
-    out.depth += 1
+    out.open(f"def _{name}_run({printer.args}):")
     for step in steps:
         out(f"{step.name}(0, -1, {printer.args})")
         if step.name.endswith("_requires"):

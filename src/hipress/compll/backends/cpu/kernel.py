@@ -53,8 +53,6 @@ class Record:
 
 @dataclass(frozen=True)
 class Step:
-    """A function of the kernel."""
-
     name: str
     tile: int
     length_slot: int = -1
@@ -99,7 +97,6 @@ class KernelPrinter(MachinePrinter):
     # Values.
 
     def named(self, text: str, out: Lines) -> str:
-        """Returns a name for `text`, which is `text` itself if it is one."""
         return text if text.isidentifier() else self.assign(text, out)
 
     def host(self, e: Expr) -> str:
@@ -200,8 +197,7 @@ class KernelPrinter(MachinePrinter):
     def head(self, name: str, out: Lines, arrays: Iterable[Array]) -> None:
         """Opens a function of the kernel; `hi` below zero means to the end."""
         out("@njit(**_JIT)")
-        out(f"def {name}(lo, hi, {self.args}):")
-        out.depth += 1
+        out.open(f"def {name}(lo, hi, {self.args}):")
         for array in dict.fromkeys(arrays):
             self.view(array, out)
 

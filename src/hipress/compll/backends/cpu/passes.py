@@ -74,8 +74,7 @@ class Passes(KernelPrinter):
             # Thousands of partial sums: in double precision they add no error of their own.
             double = f.kind == "sum" and f.type == "float"
             out(f"acc = {'f64' if double else wide_type(f.type)}({init})")
-            out("for t in range(hi):")
-            out.depth += 1
+            out.open("for t in range(hi):")
             if f.kind == "or":
                 out(f"acc |= {parts[f]}[t]")
             elif f.kind == "sum":
@@ -141,7 +140,6 @@ class Passes(KernelPrinter):
     def _gather(
         self, name: str, p: ir.Compact, saved: dict[Array, str], records: dict[str, Record]
     ) -> None:
-        """Prints the step that moves what the ranges took to its place, in order."""
         loops = Loops(self, TILE, ir.pass_exprs(p), p.stores)
         out = loops.out
         loops.open(f"{name}_gather", [s.array for s in ir.pass_stores(p)], p.length)
@@ -151,8 +149,7 @@ class Passes(KernelPrinter):
         ranges = self.ranges()
         out(f"count = {ranges}[{MAX_RANGES}]")
         if loops.can_share(p):
-            out(f"for part in range(1, {MAX_RANGES}):")
-            out.depth += 1
+            out.open(f"for part in range(1, {MAX_RANGES}):")
             out(f"taken = {ranges}[part + {MAX_RANGES}]")
             out("if taken == 0:")
             out("    continue")
@@ -199,8 +196,7 @@ class Passes(KernelPrinter):
         loops.open(name, [p.array], f.length)
         out, known = loops.out, loops.known
         out(f"acc = {wide_type(f.type)}({self.print([f.init], out, known)[0]})")
-        out("for i in range(length):")  # one by one: it does not vectorise
-        out.depth += 1
+        out.open("for i in range(length):")  # one by one: it does not vectorise
         known |= {e: f"{machine_type(e)}(i)" for e in walk([f.body]) if e.op == "idx"}
         out(f"item = {wide_type(f.type)}({self.print([f.body], out, known)[0]})")
         out(f"acc = {wide_type(f.type)}({self.combined(f, 'acc', 'item', out)})")
@@ -259,6 +255,5 @@ class Passes(KernelPrinter):
 
 
 def _keep(loops: Loops, parts: dict[Fold, str], folds: list[Fold], results: list[str]) -> None:
-    """Prints the stores of a tile's results."""
     for f, result in zip(folds, results, strict=True):
         loops.out(f"{parts[f]}[t] = {result}")
