@@ -6,7 +6,7 @@
     value      := true | false | integer | float | word
 
 A path may hold spaces; one that holds any of `( ) , =` goes in quotes: `ef("runs (2)/my.pse")`.
-Which names and options exist is the codec table's business, not this module's.
+The codec table decides which names and options exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from hipress.errors import UsageError
 Value: TypeAlias = bool | int | float | str
 
 MAX_CHARS = 1000
-"""Longest expression."""
 MAX_DEPTH = 16
 """Most codecs inside one another."""
 
@@ -32,7 +31,7 @@ _FLOAT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Everything up to the next mark, so that a path keeps its spaces, dots and slashes.
 _PLAIN = re.compile(r"[^(),=]*")
 _QUOTED = re.compile(r"(?P<quote>['\"])(?P<path>.*?)(?P=quote)\s*", re.DOTALL)
-# Python's spelling is taken too: whoever writes exact=False means it.
+# Python's spelling is taken too, since exact=False is easily written.
 _BOOLS = {"true": True, "True": True, "false": False, "False": False}
 _CODEC = "a codec name or the path of a .pse program"
 _VALUE = "a value (true, false, a number or a word)"
@@ -104,7 +103,7 @@ def parse(text: str) -> Call:
 
 
 def is_name(text: str) -> bool:
-    """Whether an expression can name a codec so.
+    """Return whether an expression can use this name for a codec.
 
     >>> is_name("one-bit"), is_name("1bit")
     (True, False)
@@ -242,7 +241,7 @@ def _is_value(value: Value) -> bool:
 
 
 def _value(word: str) -> Value | None:
-    """Return the value that a word means, None when it means none."""
+    """Return the value that a word stands for, None if there is none."""
     value: Value = word
     if word in _BOOLS:
         return _BOOLS[word]
@@ -254,7 +253,7 @@ def _value(word: str) -> Value | None:
 
 
 def _advice(key: str, value: Value) -> str:
-    """How to give an option that is refused."""
+    """Return how to give an option that was refused."""
     if isinstance(value, float):
         return "a number must be finite"
     if isinstance(value, str) and _value(value) not in (None, value):
