@@ -83,12 +83,12 @@ class Call:
         return _is_path(self.name)
 
     def depth(self) -> int:
-        """Return the number of codecs inside one another, this one included."""
+        """Returns the number of codecs inside one another, this one included."""
         return 1 + max((arg.depth() for arg in self.args), default=0)
 
 
 def parse(text: str) -> Call:
-    """Return the call that a codec expression means.
+    """Returns the call that a codec expression means.
 
     Raises:
         UsageError: with the expression, the column and what was expected there.
@@ -103,7 +103,7 @@ def parse(text: str) -> Call:
 
 
 def is_name(text: str) -> bool:
-    """Return whether an expression can use this name for a codec.
+    """Returns whether an expression can use this name for a codec.
 
     >>> is_name("one-bit"), is_name("1bit")
     (True, False)
@@ -126,7 +126,7 @@ class _Parser:
         return call
 
     def call(self, name: str, start: int, depth: int) -> Call:
-        """Read the arguments of a codec whose name was read, if it has any."""
+        """Reads the arguments of a codec whose name was read, if it has any."""
         if not (is_name(name) or _is_path(name)):
             if _INT.fullmatch(name) or _FLOAT.fullmatch(name):
                 raise UsageError(
@@ -179,7 +179,7 @@ class _Parser:
         options[key] = value
 
     def word(self) -> tuple[str, int]:
-        """Read a name, path, key or value; return it with the index where it starts."""
+        """Reads a name, path, key or value; returns it with the index where it starts."""
         self.skip_spaces()
         start = self.at
         if self.text.startswith(("'", '"'), start):
@@ -208,7 +208,7 @@ class _Parser:
             self.at += 1
 
     def fail(self, expected: str, start: int, found: str = "") -> NoReturn:
-        """Refuse the expression at `start`, where `found` (or one character) stands."""
+        """Refuses the expression at `start`, where `found` (or one character) stands."""
         found = found or self.text[start : start + 1]
         problem = f"has {found!r}" if found else "ends"
         raise UsageError(
@@ -241,7 +241,7 @@ def _is_value(value: Value) -> bool:
 
 
 def _value(word: str) -> Value | None:
-    """Return the value that a word stands for, None if there is none."""
+    """Returns the value that a word stands for, None if there is none."""
     value: Value = word
     if word in _BOOLS:
         return _BOOLS[word]
@@ -253,7 +253,7 @@ def _value(word: str) -> Value | None:
 
 
 def _advice(key: str, value: Value) -> str:
-    """Return how to give an option that was refused."""
+    """Returns how to give an option that was refused."""
     if isinstance(value, float):
         return "a number must be finite"
     if isinstance(value, str) and _value(value) not in (None, value):

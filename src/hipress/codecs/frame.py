@@ -141,17 +141,17 @@ class BodyView(NamedTuple):
 
 
 def align(num_bytes: int) -> int:
-    """Return `num_bytes` rounded up to a multiple of ALIGN."""
+    """Returns `num_bytes` rounded up to a multiple of ALIGN."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
 def frame_bytes(body_bytes: Sequence[int]) -> int:
-    """Return the size of a frame with bodies of these (aligned) sizes."""
+    """Returns the size of a frame with bodies of these (aligned) sizes."""
     return HEADER_BYTES + ENTRY_BYTES * len(body_bytes) + sum(body_bytes)
 
 
 def write_header(frame: Writable, header: Header, bodies: Sequence[Body]) -> None:
-    """Write header and table into `frame`, which must be exactly as long as the frame.
+    """Writes header and table into `frame`, which must be exactly as long as the frame.
 
     The bytes of the bodies are left as they are, so they may be written before or after.
     """
@@ -177,7 +177,7 @@ def write_header(frame: Writable, header: Header, bodies: Sequence[Body]) -> Non
 def read_frame(
     frame: Readable, *, codec_hash: int | None = None
 ) -> tuple[Header, tuple[BodyView, ...]]:
-    """Check a whole frame and return its header and where its bodies lie.
+    """Checks a whole frame and returns its header and where its bodies lie.
 
     Args:
         frame: all bytes of the frame and no others.
@@ -201,7 +201,7 @@ def read_frame(
 
 
 def read_single(frame: Readable, codec_hash: int | None = None) -> tuple[Header, BodyView]:
-    """Check a frame of one body, as `read_frame` does, and return its header and that body."""
+    """Checks a frame of one body, as `read_frame` does, and returns its header and that body."""
     view = _view(frame)
     header, num_bodies = _read_header(view, codec_hash)
     if num_bodies != 1:
@@ -218,7 +218,7 @@ def read_single(frame: Readable, codec_hash: int | None = None) -> tuple[Header,
 
 
 def set_flag(frame: Writable, flag: int) -> None:
-    """Set a flag of a written frame in place; `write_header` clears it."""
+    """Sets a flag of a written frame in place; `write_header` clears it."""
     if flag != FLAG_NONFINITE:
         raise FrameError(
             f"flag {flag!r} is unknown in frame version {VERSION}; "
@@ -248,7 +248,7 @@ def _crc(view: memoryview[Any], num_bodies: int) -> int:
 
 
 def _read_header(view: memoryview[Any], codec_hash: int | None) -> tuple[Header, int]:
-    """Return header and number of bodies; header and table are then known to be whole."""
+    """Returns header and number of bodies; header and table are then known to be whole."""
     num_bytes = len(view)
     if num_bytes < HEADER_BYTES:
         raise _short(num_bytes)
@@ -335,7 +335,7 @@ def _check_entry(index: int, numel: int, num_bytes: int) -> None:
 
 
 def _check_bodies(bodies: Sequence[Body]) -> int:
-    """Return the size of a frame with these bodies."""
+    """Returns the size of a frame with these bodies."""
     if not 1 <= len(bodies) <= MAX_BODIES:
         raise FrameError(
             f"frame has {len(bodies)} bodies to write, outside 1 to {MAX_BODIES}; "
