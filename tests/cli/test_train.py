@@ -157,7 +157,7 @@ def test_momentum_is_not_applied_twice(caplog):
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (["--codec", "onebitt"], "Did you mean 'onebit'?"),
+        (["--codec", "onebitt"], "did you mean 'onebit'?"),
         (["--strategy", "rong"], "rong"),
         (["--data", "digitz"], "digits"),
         (["--data", "fashion-mnist", "not-there"], "not-there"),

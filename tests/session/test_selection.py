@@ -53,7 +53,7 @@ def test_one_pattern_may_be_a_text():
     "options, text",
     [
         ({"codec": 3}, "codec is 3; give an expression such as 'onebit', or a codec."),
-        ({"codec": "onebti"}, "Did you mean 'onebit'?"),
+        ({"codec": "onebti"}, "did you mean 'onebit'?"),
         ({"strategy": "Ring"}, "strategy 'Ring' (did you mean 'ring'?) is none of ps, ring"),
         ({"min_size": -1}, "min_size is -1; give a number of elements, 0 for all."),
         ({"min_size": True}, "min_size is True"),

@@ -2,8 +2,7 @@
 
 Error feedback and momentum are added here, for any program. Error feedback evaluates `decode` on
 the values that `encode` is about to send: the result is the residual as an expression of the same
-elements, and `schedule` finds the pass it belongs to. That is the fused path;
-`hipress.codecs.wrappers` holds the generic one, which tests compare it with.
+elements, and `schedule` finds the pass it belongs to. Tests compare that with plain torch.
 """
 
 from __future__ import annotations
