@@ -158,7 +158,7 @@ def test_all_ranks_run_the_same_number_of_forwards(monkeypatch):
             engine = SimpleNamespace(
                 transport=SimpleNamespace(rank=rank),
                 device=torch.device("cpu"),
-                agree=lambda what, facts, told: [told],
+                agree=lambda what, facts, share: [share],
                 gather=lambda text: [text],
             )
             found.append(profile_bench._model(told, engine, lambda: None))

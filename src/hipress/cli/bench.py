@@ -13,11 +13,11 @@ from hipress.cli.options import (
     JsonFile,
     Repeats,
     Size,
-    parse_size,
     split_expressions,
     whole_numbers,
 )
 from hipress.errors import UsageError
+from hipress.units import parse_size
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -25,11 +25,11 @@ from hipress.cli.options import (
     Strategies,
     check_memory,
     expressions,
-    parse_size,
     takes_options,
     timed_model,
     whole_numbers,
 )
+from hipress.units import parse_size
 
 if TYPE_CHECKING:
     from hipress.bench.sync import SyncBenchmark

@@ -21,7 +21,8 @@ from hipress.errors import UsageError
 from hipress.profile import CodecCosts, Curve, Machine, ModelProfile, Network, Profile
 from hipress.secopa.budget import CAREFUL
 from hipress.secopa.simulate import FREE, Simulator
-from hipress.secopa.what_if import EFFICIENCY, parse_rate, rate_text, uniform, with_rate
+from hipress.secopa.what_if import EFFICIENCY, uniform, with_rate
+from hipress.units import parse_rate, rate_text
 
 PREDICTION_ERROR = 0.20
 """How far a simulated step may lie from the measured one: of 84 settings of `hipress bench

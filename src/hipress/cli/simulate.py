@@ -144,7 +144,8 @@ def _sweeps(made: Profile, options: SweepOptions) -> list[Sweep]:
     """Returns all that is to be simulated; refuses what can be refused."""
     from hipress.casync.graphs import strategies
     from hipress.cli.sweep import Sweep, check_ranks, read_plan
-    from hipress.secopa.what_if import parse_rate, with_rate
+    from hipress.secopa.what_if import with_rate
+    from hipress.units import parse_rate
 
     is_preset = options.preset is not None
     codecs = _codecs(made, options.codec or (PRESET_CODECS if is_preset else None))
