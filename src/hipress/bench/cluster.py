@@ -54,10 +54,8 @@ class ClusterBenchmark:
     """Whether each rank has an eth0 of its own."""
     device: str
     num_elements: int
-    """Elements of the whole gradient."""
     repeats: int = 1
     result: str = ""
-    """The file that rank 0 writes."""
 
     @property
     def size_bytes(self) -> int:
@@ -94,13 +92,8 @@ class ClusterBenchmark:
 def run(
     module: str, benchmark: ClusterBenchmark, timeout: float | None, on_part: OnPart
 ) -> dict[str, Any]:
-    """Runs a module on all ranks of a lab of its own and returns what rank 0 wrote.
-
-    Args:
-        module: It is run as `python -m MODULE BENCHMARK`.
-        benchmark: What the ranks receive; the file to write is added here.
-        timeout: Seconds after which the run is given up.
-        on_part: Called as rank 0 makes progress.
+    """Runs `python -m MODULE BENCHMARK` on all ranks of a lab of its own, for `timeout` seconds at
+    most, and returns what rank 0 wrote.
     """
     from hipress.lab import Lab  # here, because ranks do without it
 
@@ -141,9 +134,8 @@ def environment(benchmark: ClusterBenchmark) -> dict[str, str]:
 def run_rank(main: Callable[[str], Any]) -> None:
     """Runs this process as a rank: an error of ours becomes one line on stderr.
 
-    Args:
-        main: Takes the benchmark's text, joins the process group, and returns what rank 0 writes
-            to the result's file, if anything, after all ranks have measured.
+    `main` takes the benchmark's text and returns what rank 0 writes to the result's file, if
+    anything, after all ranks have measured.
     """
     torch.set_num_threads(1)
     try:
@@ -254,7 +246,6 @@ class Candidate:
     num_messages: int = 0
     interface_bytes: int = 0
     found: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the result."""
 
     def result(self) -> dict[str, Any]:
         """Returns what rank 0 writes."""
@@ -270,7 +261,6 @@ class ClusterWorker(ABC, Generic[C]):
 
     candidates: list[C]
     num_calls = 1
-    """Calls in a sample."""
 
     def __init__(self, benchmark: ClusterBenchmark, num_progress: int) -> None:
         self.device = benchmark.torch_device
@@ -331,13 +321,8 @@ class ClusterWorker(ABC, Generic[C]):
     def count_bytes(self, one: C, wire_bytes: float | None, *others: float) -> list[float]:
         """Adds the bytes of one call by both counts, the most that a rank sent; collective.
 
-        Args:
-            one: The candidate.
-            wire_bytes: Bytes of a sample by the engine's count; None where it knows nothing.
-            others: Further values of this rank.
-
-        Returns:
-            The largest of the further values over all ranks.
+        `wire_bytes` of a sample are those of the engine's count, None where it knows nothing.
+        Returns the largest of the other values over all ranks.
         """
         interface = self.interface.per_sample(one.interface_bytes, self.repeats)
         deviation = -1.0

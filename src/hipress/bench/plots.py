@@ -53,7 +53,6 @@ class LossCurve:
 
     label: str
     rows: Sequence[Row]
-    """Rows with `time_s` and `loss`."""
 
 
 def draw_losses(path: Path, title: str, curves: Sequence[LossCurve]) -> None:
@@ -215,6 +214,5 @@ def draw_published(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _plain_ticks(axes: Any, values: Sequence[float]) -> None:
-    """Shows the values themselves in place of powers."""
     axes.set_xticks(values, [f"{value:.4g}" for value in values])
     axes.minorticks_off()

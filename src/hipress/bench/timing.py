@@ -46,18 +46,12 @@ def measure(
     repeats: int = 9,
     on_round: Callable[[float], None] | None = None,
 ) -> dict[str, Timing]:
-    """Times the candidates round-robin in this process.
+    """Times the candidates round-robin in this process; returns a `Timing` for each, in their
+    order.
 
-    Every candidate is called twice before the first round (once to compile and to touch its
-    memory, once to see how many calls make a sample long enough for the clock).
-
-    Args:
-        candidates: Functions without arguments, by name.
-        repeats: The number of rounds.
-        on_round: Called after each round with the fraction done, from 0 to 1.
-
-    Returns:
-        One `Timing` per name, in the order given.
+    Every candidate is called twice before the first round (once to compile and to touch its memory,
+    once to see how many calls make a sample long enough for the clock). `on_round` is called after
+    each round with the fraction done, from 0 to 1.
 
     Example:
         >>> sorted(measure({"sum": lambda: sum(range(100))}, repeats=3))

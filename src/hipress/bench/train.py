@@ -54,7 +54,6 @@ AUTO = "auto"
 WARM_UP_STEPS = 3
 """DDP arranges its buckets anew after the first; the third is PowerSGD's first."""
 MAX_DECISION_STEPS = 200
-"""Steps that `auto` may take to decide."""
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 
@@ -65,9 +64,7 @@ class TrainBenchmark(ClusterBenchmark):
 
     model: str
     batch: int
-    """Examples per rank and step."""
     steps: int
-    """Steps in a sample."""
     hooks: tuple[str, ...]
     """Hooks of torch, DDP itself among them."""
     codecs: tuple[str, ...]
@@ -92,7 +89,6 @@ class Hook:
     register: Callable[[DistributedDataParallel], Any]
     """Registers it and returns the state that it keeps, or None."""
     one_bucket: bool = False
-    """Whether all gradients must be in one bucket."""
     num_copies: int = 0
     """Copies of the gradient that it keeps beyond DDP."""
 
@@ -205,16 +201,12 @@ def problem(benchmark: TrainBenchmark, one: Mapping[str, Any]) -> str | None:
 
 @dataclass(kw_only=True)
 class _Variant(Candidate):
-    """One way to exchange gradients, with a model of its own."""
-
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     note: str | None = None
     sync: Sync | None = None
     state: Any = None
-    """The state of a hook of torch's."""
     loss: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
-    """The loss of the last step."""
 
     def result(self) -> dict[str, Any]:
         return super().result() | {"note": self.note}

@@ -140,7 +140,6 @@ def _check_memory(text: str, size_bytes: int) -> None:
 def _codec_rows(
     expressions: list[str], size_bytes: int, threads: list[int], repeats: int, with_eager: bool
 ) -> list[dict[str, Any]]:
-    """Returns one row per codec and number of threads, with a progress bar on stderr."""
     import hipress
     from hipress.bench.codecs import gaussian, speed_row
 

@@ -180,7 +180,6 @@ def _tasks(options: ConvergenceOptions) -> list[ConvergenceTask]:
 
 
 def _rows(options: ConvergenceOptions) -> list[dict[str, Any]]:
-    """Returns one row per data set and codec, trained by virtual workers."""
     from hipress.train.convergence import check, compare, names_of
 
     tasks, expressions = _tasks(options), options.expressions
@@ -202,7 +201,6 @@ def _rows(options: ConvergenceOptions) -> list[dict[str, Any]]:
 
 
 def _cluster_rows(options: ConvergenceOptions, hosts: int) -> list[dict[str, Any]]:
-    """Returns one row per data set and codec, trained by ranks on a lab for each data set."""
     from hipress.bench import cluster, convergence
 
     benchmarks = _benchmarks(options, hosts)
@@ -320,7 +318,6 @@ def by_data(rows: Sequence[ui.Row]) -> list[list[ui.Row]]:
 
 
 def _around_table(page: Path) -> tuple[str, str]:
-    """Returns what stands on the page before and after the table and its markers."""
     try:
         text = page.read_text("utf-8")
     except OSError as error:

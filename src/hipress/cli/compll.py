@@ -152,7 +152,6 @@ def _program(file: str) -> Program:
 
 
 def _source(file: str) -> Source:
-    """Returns the tree of a file, or of a built-in codec's program."""
     from hipress.compll.build import read_source
     from hipress.compll.front.parse import parse
 
@@ -232,7 +231,6 @@ def _number(text: str) -> int | float | None:
 
 
 def _unset(program: Program, given: dict[str, int | float]) -> list[Param]:
-    """Returns the parameters that have no value."""
     return [p for p in program.params if p.default is None and p.name not in given]
 
 

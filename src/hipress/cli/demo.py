@@ -76,7 +76,7 @@ def demo(
     """
     import hipress
     from hipress.lab.links import parse_rate
-    from hipress.train.virtual_sync import PLAIN
+    from hipress.train.config import PLAIN
 
     output = ui.JsonOutput(json, "demo")
     _check_plot(plot)
@@ -127,7 +127,6 @@ def _check_plot(plot: Path) -> None:
 
 
 def _refusal(rate: str) -> str | None:
-    """Returns why there is no lab with links here, if there is none."""
     from hipress.lab import Lab
 
     try:

@@ -47,10 +47,8 @@ MESSAGES = "latency and messages"
 MOST_CHOICES = 2
 """Choices that the search tries: the fastest at the rate of the job."""
 PATIENCE_S = 1.0
-"""Seconds for the search for a plan."""
 
 LAB_HOSTS = 64
-"""The most that `hipress bench train` takes."""
 
 OnPart = Callable[[float], None]
 
@@ -77,7 +75,6 @@ class JobReport:
     break_even_bits: float | None
     """The rate below which compression pays; infinite where it always does, None where never."""
     limit: str
-    """What keeps the best choice from being faster."""
     timed_batch: int
 
     @property

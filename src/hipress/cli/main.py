@@ -68,11 +68,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit.
-
-    Args:
-        argv: Arguments after the program's name; those of this process if None.
-    """
+    """Run the command line, with the arguments of this process if none are given, and exit."""
     try:
         typer.main.get_command(app)(args=argv, prog_name="hipress")
     except HipressError as error:

@@ -169,12 +169,10 @@ def check_memory(what: str, needed_bytes: int, advice: str, device: str = "cpu")
 
 
 def refuse(options: object, why: str) -> None:
-    """Refuses options that would do nothing: those with a value.
+    """Refuses options that would do nothing: those whose value is neither None nor False.
 
-    Args:
-        options: An options object, or the values of options by name; those that are None or False
-            are not given.
-        why: The rest of the sentence behind the option's name.
+    `options` is an options object, or the values of options by name; `why` is the rest of the
+    sentence after the option's name.
     """
     given = options if isinstance(options, Mapping) else vars(options)
     for name, value in given.items():

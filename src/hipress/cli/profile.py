@@ -193,7 +193,6 @@ def run(
 
 
 def _in_job(benchmark: ProfileBenchmark) -> Profile | None:
-    """Measures between the ranks of the job that this process is one of."""
     import torch
     import torch.distributed as dist
 

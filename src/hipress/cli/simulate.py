@@ -118,7 +118,6 @@ def simulate(
 
 
 def _profile(options: SweepOptions) -> Profile:
-    """Returns the profile of a file, or of a published cluster."""
     from hipress.profile import Profile
     from hipress.secopa.sosp21 import presets
     from hipress.secopa.what_if import on_own_machines, with_plain
@@ -141,7 +140,6 @@ def _profile(options: SweepOptions) -> Profile:
 
 
 def _sweeps(made: Profile, options: SweepOptions) -> list[Sweep]:
-    """Returns all that is to be simulated; refuses what can be refused."""
     from hipress.casync.graphs import strategies
     from hipress.cli.sweep import Sweep, check_ranks, read_plan
     from hipress.secopa.what_if import with_rate
@@ -202,7 +200,6 @@ def _codecs(made: Profile, asked: str | None) -> tuple[str, ...]:
 
 
 def _rows(sweeps: Sequence[Sweep], timeline: Path | None) -> list[dict[str, Any]]:
-    """Returns the rows of all sweeps, with a progress bar on stderr."""
     rows: list[dict[str, Any]] = []
     with ui.progress_bar(len(sweeps)) as begin:
         for sweep in sweeps:

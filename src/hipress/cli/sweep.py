@@ -57,14 +57,11 @@ class Sweep:
     rate: str | None = None
     """As the user wrote it; None: as measured."""
     plan: Plan | None = None
-    """A plan that is simulated too."""
     plan_name: str = ""
     auto: bool = False
-    """Whether to search for the best plan."""
     auto_codecs: tuple[str, ...] | None = None
     """Codecs that the search may use; None: the budget decides."""
     patience_s: float = 10.0
-    """Seconds for the search."""
 
     @cached_property
     def simulator(self) -> Simulator:
@@ -91,10 +88,8 @@ class Sweep:
         return rows
 
     def write_timeline(self, path: Path) -> str:
-        """Simulates the first choice, or plain if there is none, and writes its timeline.
-
-        Returns:
-            What was simulated, in words.
+        """Simulates the first choice, or plain if there is none, and writes its timeline; returns
+        what was simulated, in words.
         """
         from hipress.secopa.simulate import traces
         from hipress.timeline import chrome_trace
@@ -206,9 +201,6 @@ def layers(name: str) -> tuple[list[Layer], int]:
 
     The model is built without memory for its numbers, and its operations are counted, not done.
     Backward works for a layer in proportion to what forward does in it.
-
-    Raises:
-        UsageError: There is no such model, or it brings no data.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

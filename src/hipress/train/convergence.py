@@ -31,13 +31,13 @@ from hipress.errors import UsageError
 from hipress.plan import MIN_SIZE
 from hipress.session.buckets import has_momentum
 from hipress.train import data as data_sets
+from hipress.train.config import PLAIN
 from hipress.train.data import DataSet
-from hipress.train.virtual_sync import PLAIN, VirtualSync, is_exempt
+from hipress.train.virtual_sync import VirtualSync, is_exempt
 
 MOMENTUM = 0.9
 """Momentum of the optimizer, for parameters whose codec has none."""
 NUM_POINTS = 16
-"""How often the test accuracy is measured in a run."""
 MAX_LOSS_POINTS = 1.0
 """Largest loss of mean accuracy, in points, that counts as within the bound."""
 EXPLANATORY = (
@@ -57,10 +57,8 @@ class ConvergenceTask:
 
     data: str
     widths: tuple[int, ...]
-    """Widths of the hidden layers of a multi-layer perceptron."""
     num_steps: int
     batch: int
-    """Images per worker and step."""
     rate: float
     """Learning rate at the start; it falls to zero along half a cosine."""
 
@@ -89,11 +87,7 @@ The rate was chosen with uncompressed runs only; the number of steps by the time
 
 
 def task(name: str) -> ConvergenceTask:
-    """Return the task of a data set.
-
-    Raises:
-        UsageError: There is no such data set.
-    """
+    """Return the task of a data set."""
     if name not in TASKS:
         raise UsageError(f"no data set {name!r}; there are: {', '.join(TASKS)}.")
     return TASKS[name]
@@ -121,13 +115,8 @@ class Run:
 class Workers(ABC):
     """All workers of a run in this process, or one rank of it.
 
-    Args:
-        expression: A codec, or `PLAIN`.
-        task: The model, the number of steps and the learning rate.
-        data: The data set of that task.
-        seed: Seed of first weights, batches and the virtual workers' random numbers, so that runs
-            with the same seed differ in the codec only.
-        num_workers: Number of gradients that are averaged in a step.
+    The seed selects first weights, batches and the virtual workers' random numbers, so that runs
+    with the same seed differ in the codec only. `expression` is a codec, or `PLAIN`.
     """
 
     optimizer: torch.optim.SGD
@@ -144,9 +133,8 @@ class Workers(ABC):
     def backward(self, batches: list[Tensor], step: int) -> None:
         """Give every parameter the mean gradient of all workers.
 
-        Args:
-            batches: For each worker in rank order, the indices of its images.
-            step: Training step, from 0; the optimizer has its learning rate already.
+        `batches` are the indices of each worker's images; the optimizer has the step's learning
+        rate.
         """
 
     def train(
@@ -154,11 +142,8 @@ class Workers(ABC):
         num_points: int = NUM_POINTS,
         on_point: Callable[[int], None] = lambda num_steps: None,
     ) -> Run:
-        """Train, and measure the test accuracy along the way.
-
-        Args:
-            num_points: How often the test accuracy is measured, besides that of the first weights.
-            on_point: Called with the number of steps after each measurement.
+        """Train, and measure the test accuracy `num_points` times, besides that of the first
+        weights.
         """
         task = self.task
         batches = _batches(len(self.data.train_labels), task, self.num_workers, self.seed)
@@ -341,19 +326,10 @@ def compare(
     jobs: int = 1,
     on_run: Callable[[str], None] = lambda label: None,
 ) -> list[dict[str, Any]]:
-    """Train with plain averaging and with each codec.
+    """Train with plain averaging and with each codec; return one row of plain numbers for each.
 
-    Args:
-        task: The task of all runs.
-        expressions: Codecs; plain averaging is always the first row.
-        num_seeds: Runs per codec, with seeds 0, 1, ...
-        num_workers: Virtual workers of a run.
-        folder: Folder of the data, for data sets that need it.
-        jobs: Number of runs at a time, each in its own process; 1 uses this process.
-        on_run: Called with a label after each run.
-
-    Returns:
-        One row of plain numbers per codec, in order.
+    Seeds are 0, 1, ...; `jobs` runs work at a time, each in its own process, unless it is 1.
+    `on_run` is called with a label after each run.
     """
     names = names_of(expressions)
     check(task, names, num_workers=num_workers, folder=folder)
@@ -372,10 +348,8 @@ def check(
     num_workers: int,
     folder: Path | None = None,
 ) -> None:
-    """Check a comparison before it takes minutes.
-
-    Raises:
-        UsageError: A codec is misspelt, the data is missing, or there are too many workers for it.
+    """Raise a UsageError, before a comparison takes minutes, if a codec is misspelt, the data is
+    missing, or there are too many workers for it.
     """
     for expression in expressions:
         if expression != PLAIN:
@@ -393,7 +367,6 @@ _RunArguments = tuple[str, ConvergenceTask, int, int, Path | None]
 
 
 def _run_all(todo: list[_RunArguments], jobs: int) -> Iterator[Run]:
-    """Yield the runs as they end."""
     if jobs == 1:
         yield from (_run(*arguments) for arguments in todo)
         return

@@ -29,12 +29,11 @@ from hipress.session.replicas import compare
 from hipress.session.setup import DEFAULT_CODEC
 from hipress.train import checkpoints, models, optimizers
 from hipress.train.batches import Sampler, test_batches, train_batches
-from hipress.train.config import AUTO, TrainConfig
+from hipress.train.config import AUTO, PLAIN, TrainConfig
 from hipress.train.data import open_data
 from hipress.train.ranks import Ranks
 from hipress.train.result import Facts, Result, Throughput
 from hipress.train.tasks import TASKS, Batch
-from hipress.train.virtual_sync import PLAIN
 
 _log = logging.getLogger("hipress")
 
@@ -42,9 +41,7 @@ NUM_UNTIMED = 3
 """Steps at the start that do not count for speed, because they compile kernels and plan buckets."""
 TRACED_STEPS = 5
 FILE_LOADERS = 2
-"""Default number of loader processes for data that opens files for every batch."""
 _HOST_OPTIONS = ("paths", "checkpoint", "timeline", "plan", "loaders")
-"""Options that may differ between hosts."""
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,15 +59,9 @@ class Watcher(Protocol):
 
 
 class Job:
-    """One rank's part of a training job.
+    """One rank's part of a training job; the config is the same on all ranks.
 
-    Args:
-        config: The options, the same on all ranks.
-        device: The device of this rank.
-        ranks: All ranks of the job; None selects those of the default process group.
-
-    Raises:
-        UsageError: An option is invalid.
+    The ranks are those of the default process group if None. An invalid option raises a UsageError.
     """
 
     def __init__(
@@ -93,7 +84,7 @@ class Job:
         line = models.model(config.model)
         self.data = open_data(
             config.data,
-            config.paths,
+            config.paths or (),
             task=line.task,
             draw=line.draw,
             least_side=line.least_side,
@@ -152,7 +143,6 @@ class Job:
             )
 
     def _common_facts(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks."""
         options = {k: v for k, v in asdict(self.config).items() if k not in _HOST_OPTIONS}
         return options | {
             "training examples": self.data.num_train,
@@ -162,19 +152,17 @@ class Job:
         }
 
     def _selection_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `attach` that select what is compressed."""
         config = self.config
         return {
             "codec": None if config.codec == PLAIN else config.codec,
             "strategy": config.strategy,
             "plan": None if config.plan is None else str(config.plan),
-            "exclude": config.exclude,
-            "include": config.include,
+            "exclude": config.exclude or (),
+            "include": config.include or (),
             "min_size": MIN_SIZE if config.min_size is None else config.min_size,
         }
 
     def _build(self) -> None:
-        """Build everything that needs the other ranks."""
         config, device = self.config, self.device
         self.model.to(device)
         self.ddp = DistributedDataParallel(
@@ -231,11 +219,7 @@ class Job:
     # --- the run ----------------------------------------------------------------------------------
 
     def run(self, watcher: Watcher) -> Result:
-        """Train to the end.
-
-        Raises:
-            TrainingError: The loss is not finite.
-        """
+        """Train to the end; raise a TrainingError if the loss is not finite."""
         watcher.on_start(self.facts())
         config, first = self.config, self.step
         save_steps = config.checkpoint_every or self.sampler.steps_per_epoch
@@ -252,7 +236,7 @@ class Job:
             self.step += 1
             throughput.num_units += self.task.num_units(batch)
             watcher.on_step(self.step)
-            tests = config.evaluates and self._is_due(self._eval_steps)
+            tests = not config.no_eval and self._is_due(self._eval_steps)
             saves = config.checkpoint is not None and self._is_due(save_steps)
             if not (tests or saves or self._is_due(config.log_every)):
                 continue
@@ -271,7 +255,7 @@ class Job:
             if tests:
                 last |= self._test(throughput, watcher)
             throughput.begin(self.step)
-        if self.step == first and config.evaluates:  # a finished job was resumed
+        if self.step == first and not config.no_eval:  # a finished job was resumed
             last = self._test(throughput, watcher)
         compare(self.ranks.gather_digests(self.model), self.step)
         return self._result(throughput, last, first)
@@ -328,7 +312,6 @@ class Job:
             ) from error
 
     def _train(self, batch: Batch) -> Tensor:
-        """Train one step and return the loss of this rank."""
         torch.manual_seed(self.sampler.seed_of(self.step))  # for dropout
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(self.step)

@@ -15,13 +15,7 @@ from hipress.train.config import TrainConfig
 
 
 def make(config: TrainConfig, model: nn.Module, rules: Rules | None) -> torch.optim.Optimizer:
-    """Return the optimizer that the config names.
-
-    Args:
-        config: The options of the job.
-        model: The model whose parameters it updates.
-        rules: Which gradients are compressed, and how; None if none is.
-    """
+    """Return the optimizer that the config names; without rules nothing is compressed."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decay = config.weight_decay
     if config.optimizer != "sgd":

@@ -19,19 +19,14 @@ import hipress
 from hipress.codecs import Codec
 from hipress.codecs.base import State
 from hipress.plan import exempt_reason
-
-PLAIN = "uncompressed"
-"""Used in place of a codec expression: plain averaging without any codec."""
+from hipress.train.config import PLAIN
 
 
 class VirtualSync:
     """The gradient exchange of several workers and one aggregator, without a network.
 
-    Args:
-        expression: A codec, or `PLAIN`.
-        parameters: The trained parameters; exempt ones are averaged uncompressed.
-        num_workers: Number of workers, ranks 0 to num_workers - 1; the aggregator is one more.
-        seed: Seed of the codecs' random numbers.
+    `expression` is a codec, or `PLAIN`; exempt parameters are averaged uncompressed. Workers are
+    ranks 0 to num_workers - 1; the aggregator is one more.
 
     Example:
         >>> sync = VirtualSync("onebit", [torch.zeros(64, 64)], num_workers=2)
@@ -64,10 +59,8 @@ class VirtualSync:
     ) -> list[Tensor]:
         """Return the averaged gradient of each parameter, as every worker decodes it.
 
-        Args:
-            gradients: For each worker in rank order, the gradient of each parameter.
-            step: Training step, from 0; it selects the phase of a codec that has phases.
-            lr_ratio: The last step's learning rate divided by this one's.
+        `gradients` has those of each worker in rank order. The step selects the phase of a codec
+        that has phases; `lr_ratio` is the last step's learning rate divided by this one's.
         """
         by_parameter = zip(*gradients, strict=True)
         return [
@@ -82,8 +75,6 @@ def is_exempt(parameter: Tensor) -> bool:
 
 
 class _Exempt:
-    """A parameter that is sent uncompressed."""
-
     has_momentum = False
 
     def __init__(self, sync: VirtualSync) -> None:
@@ -99,15 +90,12 @@ class _Exempt:
 
 
 class _Compressed:
-    """A parameter with its codec and the state of each rank."""
-
     def __init__(
         self, sync: VirtualSync, codec: Codec, parameter: Tensor, seed: int, index: int
     ) -> None:
         self.sync = sync
         self.codec = codec
         self.frame_back = torch.empty(0, dtype=torch.uint8)
-        """The last frame of the aggregator."""
         self._backs: dict[str, Codec] = {}
         # Parameters differ in seed; ranks differ in stream unless they must draw the same numbers.
         seed = 1_000_003 * seed + index

@@ -28,13 +28,10 @@ from hipress.train.tasks import Draw
 __all__ = ["NAMES", "TOKENS", "Data", "DataSet", "load", "open_data", "usage"]
 
 TOKENS = ("bytes", "words")
-"""Kinds of tokens of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """One data set of the table."""
-
     open: Callable[..., Data]
     """Takes the paths, and those arguments of `open_data` that its signature names."""
     tasks: tuple[str, ...]
@@ -46,7 +43,6 @@ class _Entry:
     takes: str = "no path"
     """The same in words."""
     num_optional: int = 0
-    """How many of the paths may be left out."""
     options: tuple[str, ...] = ()
     """Those of --side and --tokens that apply to it."""
 
@@ -58,7 +54,6 @@ _NEEDS = {
     "translate": "pairs of lines",
     "style": "images of two domains",
 }
-"""What the data must have, by task."""
 
 
 def _open_fashion_mnist(folder: Path | None = None, *, least_side: int | None) -> Data:
@@ -134,7 +129,6 @@ _TABLE = {
 }
 
 NAMES = tuple(_TABLE)
-"""The data sets that `open_data` knows."""
 
 
 def open_data(
@@ -163,11 +157,6 @@ def open_data(
             model, and images ignore it.
         tokens: Kind of tokens of a text, "bytes" or "words".
         seed: Seed of synthetic data.
-
-    Raises:
-        UsageError: There is no such data set, it does not fit the task, an option does not apply to
-            it, or its files are missing, damaged or of another kind.
-        MissingDependencyError: A package that is needed to read it is not installed.
 
     Example:
         >>> digits = open_data("digits")

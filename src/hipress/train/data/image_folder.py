@@ -21,7 +21,6 @@ from hipress.train.tasks import Batch
 SIDE = 224
 """Side of the images of a batch in pixels, unless the model or the user gives another one."""
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Suffixes of image files, in lower or upper case."""
 
 _HELD_OUT = 10  # one in so many images is a test image
 # ImageNet's red, green and blue, as bytes: published models are trained with these.
@@ -228,7 +227,6 @@ def _held_out(files: _Files, missing: Path) -> tuple[_Files, _Files]:
 
 
 def _chosen(files: _Files, indices: Tensor) -> tuple[list[Path], Tensor]:
-    """Return the paths and labels of these indices."""
     rows = [files[index] for index in indices.tolist()]
     return [folder / name for folder, name, _ in rows], torch.tensor([row[2] for row in rows])
 
@@ -236,7 +234,6 @@ def _chosen(files: _Files, indices: Tensor) -> tuple[list[Path], Tensor]:
 # --- pixels ---------------------------------------------------------------------------------------
 
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom in pixels."""
 
 NUM_RANDOMS = 32
 """Number of random numbers that `any_box` may use."""

@@ -33,11 +33,6 @@ class Synthetic(Data):
     that later steps only copy it. At most 64 MiB are kept, but at least 8 and at most 4,096
     examples; if K examples are kept, example i is the same as example i % K. Training and test
     examples are different.
-
-    Args:
-        draw: Draws examples for the model.
-        task: Task of the model.
-        seed: Selects the examples.
     """
 
     def __init__(self, draw: Draw, *, task: str, seed: int = 0) -> None:
@@ -48,9 +43,7 @@ class Synthetic(Data):
         self._test = _Examples(draw, 2 * seed + 1, NUM_TEST)
         shape, is_image = self._train.shape, self._train.is_float
         self.side = shape[2] if is_image and len(shape) == 3 else None
-        """Side of the images in pixels, if the model draws images."""
         self.length = shape[0] if not is_image and len(shape) == 1 else None
-        """Tokens of the sequences, if the model draws sequences."""
 
     def train(self, indices: Tensor, seed: int) -> Batch:
         """Return training examples; the seed has no effect."""
@@ -62,8 +55,6 @@ class Synthetic(Data):
 
 
 class _Examples:
-    """The examples drawn so far."""
-
     def __init__(self, draw: Draw, stream: int, num_examples: int) -> None:
         self._draw = draw
         self._stream = stream

@@ -33,7 +33,6 @@ _TEST_SHARE = 20  # one in so many tokens, or pairs of lines, is for the test
 UNKNOWN = "<unk>"
 """Stands for words that are not in the vocabulary; a text may contain it too."""
 LINE_END = "<eos>"
-"""The word at the end of each line of a text."""
 MOST_WORDS = 33_278
 """Size of the largest vocabulary: that of WikiText-2 (Merity et al., 2017), `UNKNOWN` and
 `LINE_END` included."""
@@ -49,14 +48,9 @@ class _WordCounter:
         self._numbers.default_factory = self._numbers.__len__
 
     def read(self, path: Path, *, line_end: str | None) -> tuple[NDArray[np.int32], Tensor]:
-        """Read the words of a file in UTF-8.
+        """Read the words of a file in UTF-8; `line_end` is added to every line.
 
-        Args:
-            path: The file.
-            line_end: A word to add to every line.
-
-        Returns:
-            The number of each word, and for each line the index after its last word.
+        Return the number of each word, and for each line the index after its last word.
         """
         words, ends = array("i"), array("q")
         look_up = self._numbers.__getitem__
@@ -69,11 +63,9 @@ class _WordCounter:
         return np.asarray(words, np.int32), torch.from_numpy(np.asarray(ends, np.int64))
 
     def vocabulary(self, *parts: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the token of each word: 0 is `UNKNOWN`, 1 the most frequent word.
+        """Return the token of each word: 0 is `UNKNOWN`, 1 the most frequent word of these parts.
 
-        Args:
-            parts: Numbers from `read` of the training part; at most `MOST_WORDS` of its words get a
-                token above 0.
+        At most `MOST_WORDS` words get a token above 0.
         """
         counts = np.zeros(len(self._numbers), np.int64)
         for part in parts:
@@ -89,7 +81,6 @@ class _WordCounter:
 
 
 def _renumber(words: NDArray[np.int32], tokens: NDArray[np.int32]) -> Tensor:
-    """Replace the numbers of words by their tokens, in place."""
     for start in range(0, len(words), _BLOCK_WORDS):
         block = words[start : start + _BLOCK_WORDS]
         block[:] = tokens[block]
@@ -261,7 +252,6 @@ class MaskedText(_Text):
 
     @staticmethod
     def _framed(ordinary: Tensor, num_a: int, first: int, separator: int) -> Tensor:
-        """Return A and B with the special tokens before, between and after them."""
         begin = ordinary.new_full((len(ordinary), 1), first)
         end = ordinary.new_full((len(ordinary), 1), separator)
         return torch.cat([begin, ordinary[:, :num_a], end, ordinary[:, num_a:], end], dim=1)

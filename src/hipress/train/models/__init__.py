@@ -29,11 +29,7 @@ __all__ = ["MODELS", "Model", "model", "names"]
 
 
 def model(name: str) -> Model:
-    """Return the model of the table, or a user's own by `package.module:callable`.
-
-    Raises:
-        UsageError: There is no such model.
-    """
+    """Return the model of the table, or a user's own by `package.module:callable`."""
     if name in MODELS:
         return MODELS[name]
     if ":" in name:
@@ -62,7 +58,6 @@ def _classifier(
     least_side: int = 32,
     side: int = 224,
 ) -> Model:
-    """Return a model for the 1,000 classes of ImageNet."""
     return Model(
         about=about,
         num_parameters=num_parameters,

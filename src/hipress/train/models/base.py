@@ -18,7 +18,6 @@ from hipress.errors import UsageError
 from hipress.train.tasks import Batch, Draw
 
 CUSTOM_BATCH = 32
-"""Examples per rank and step for a user's own model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +38,7 @@ class Model:
     """Builds the model, with weights from torch's global generator, from the sizes of its task
     (num_classes or vocabulary)."""
     draw: Draw | None
-    """Draws synthetic data; None if the model has none."""
     least_side: int | None = None
-    """Smallest image side that the model takes."""
     side: int | None = None
     """Image side of the synthetic data, and of folders of images."""
     length: int | None = None
@@ -56,11 +53,7 @@ class Model:
             return self.build(**sizes)
 
     def data(self, rank: int, batch: int | None = None) -> Batch:
-        """Return one batch of synthetic data, different on every rank.
-
-        Raises:
-            UsageError: The model has no synthetic data.
-        """
+        """Return one batch of synthetic data, different on every rank."""
         if self.draw is None:
             raise UsageError(
                 f"there is no made-up data for {self.about}; name a model of the table, or train "
@@ -70,15 +63,10 @@ class Model:
 
 
 def custom(name: str) -> Model:
-    """Return the description of a user's own model.
+    """Return the description of a user's own model, `package.module:callable`.
 
-    Args:
-        name: `package.module:callable`. The module may also be in the working folder. The callable
-            gets those sizes of the data (num_classes, vocabulary) that its signature takes, and
-            returns a torch.nn.Module.
-
-    Raises:
-        UsageError: There is no such callable.
+    The module may also be in the working folder. The callable gets those sizes of the data
+    (num_classes, vocabulary) that its signature takes, and returns a torch.nn.Module.
     """
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in f"{module}.{attribute}".split(".")):

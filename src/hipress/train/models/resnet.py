@@ -25,10 +25,8 @@ def resnet(
 ) -> nn.Module:
     """Return a ResNet for images of side 32 and more; published with 224.
 
-    Args:
-        depths: One of `DEPTHS`, or another of the same form.
-        is_bottleneck: Whether a block has three convolutions (50 layers) and not two (18 layers).
-        is_v2: Whether BatchNorm and ReLU come before each convolution and not after it.
+    A bottleneck has three convolutions (50 layers) and not two (18 layers). In v2 BatchNorm and
+    ReLU come before each convolution and not after it.
     """
     layers: list[nn.Module] = [nn.BatchNorm2d(3, affine=False)] if is_v2 else []
     layers += [

@@ -30,13 +30,9 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, *, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Attend from the tokens of `x` to those of `memory`.
+        """Attend from the tokens of `x` to those of `memory`, which may be `x`.
 
-        Args:
-            x: The sequence that queries come from.
-            memory: The sequence that keys and values come from; it may be `x`.
-            mask: False for tokens of `memory` that are hidden.
-            is_causal: Whether a token sees only itself and the tokens before it.
+        The mask is False for tokens of `memory` that are hidden.
         """
         mixed = functional.scaled_dot_product_attention(
             self._heads(self.query(x)),

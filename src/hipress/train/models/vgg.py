@@ -58,7 +58,6 @@ def small_vgg(widths: Sequence[int], hidden: int, num_classes: int = 10) -> nn.M
 
 
 def _convolutions(widths: Sequence[int]) -> tuple[list[nn.Module], int]:
-    """Return the layers, and the channels of the last one."""
     layers: list[nn.Module] = []
     channels = 3
     for width in widths:
