@@ -14,7 +14,6 @@ same step without any exchange. What lies between those two is DDP's exposed com
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ from hipress.bench.cluster import (
     run_rank,
 )
 from hipress.bench.timing import Timing
-from hipress.errors import UsageError
+from hipress.errors import UsageError, did_you_mean
 from hipress.session.buckets import has_momentum
 from hipress.torch import Sync
 from hipress.train.models import model
@@ -93,7 +92,7 @@ class Hook:
     """Copies of the gradient that it keeps beyond DDP."""
 
 
-def _register_powersgd(rank: int) -> Callable[[DistributedDataParallel], Any]:
+def _powersgd(rank: int) -> Hook:
     def register(ddp: DistributedDataParallel) -> Any:
         state = powerSGD_hook.PowerSGDState(
             process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2
@@ -101,13 +100,9 @@ def _register_powersgd(rank: int) -> Callable[[DistributedDataParallel], Any]:
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return state
 
-    return register
-
-
-def _powersgd(rank: int) -> Hook:
     # It starts all-reduces in callbacks, in an order that differs among ranks where several
     # buckets are on their way: gloo then aborts or stalls.
-    return Hook(register=_register_powersgd(rank), one_bucket=True, num_copies=2)
+    return Hook(register=register, one_bucket=True, num_copies=2)
 
 
 HOOKS: dict[str, Hook] = {
@@ -124,11 +119,9 @@ HOOKS: dict[str, Hook] = {
 
 def check_hook(name: str) -> None:
     """Refuses a name that is not in the table."""
-    if name in HOOKS:
-        return
-    near = difflib.get_close_matches(name.lower(), HOOKS, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise UsageError(f"hook {name!r}{hint} is none of {', '.join(HOOKS)}; choose one.")
+    if name not in HOOKS:
+        hint = did_you_mean(name.lower(), HOOKS)
+        raise UsageError(f"hook {name!r}{hint} is none of {', '.join(HOOKS)}; choose one.")
 
 
 def rows(benchmark: TrainBenchmark, result: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typer import Option
 
 from hipress.cli import ui
 from hipress.cli.options import (
+    MOST_HOSTS,
     PROCESS_BYTES,
     ClusterOptions,
     JsonFile,
@@ -64,7 +65,7 @@ class ConvergenceOptions:
     ] = None
     hosts: Annotated[
         int | None,
-        Option(min=2, max=64, help="Train over a network instead: hosts, one rank each."),
+        Option(min=2, max=MOST_HOSTS, help="Train over a network instead: hosts, one rank each."),
     ] = None
     rate: Annotated[
         str | None,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hipress.cli.options import check_memory, expressions, refuse, timed_model
+from hipress.cli.options import MOST_HOSTS, check_memory, expressions, refuse, timed_model
 from hipress.cli.sweep import PLAN, STEP_COLUMNS, Sweep
 from hipress.cli.ui import print_table
 from hipress.errors import UsageError
@@ -48,7 +48,6 @@ MOST_CHOICES = 2
 """Choices that the search tries: the fastest at the rate of the job."""
 PATIENCE_S = 1.0
 
-LAB_HOSTS = 64
 
 OnPart = Callable[[float], None]
 
@@ -355,7 +354,7 @@ def advice(found: JobReport) -> str:
         warning = "" if codec in CAREFUL else " (docs/convergence.md says what it does to accuracy)"
         call = f'hipress.attach(model, codec="{codec}", strategy="{strategy}")'
         by_name = f", sync = {call} takes this codec{warning}"
-    hosts, rate = min(job.hosts, LAB_HOSTS), _lab_rate(job.rate)
+    hosts, rate = min(job.hosts, MOST_HOSTS), _lab_rate(job.rate)
     batch = "" if job.batch is None else f" --batch {job.batch}"
     limits = []
     if hosts < job.hosts:

@@ -43,6 +43,7 @@ Device = Annotated[str, Option(help="cpu or cuda; with cuda all ranks share the 
 Timeout = Annotated[float | None, Option(min=0, help="Seconds after which a run is given up.")]
 
 DEFAULT_RATE = "1gbit"
+MOST_HOSTS = 64
 PROCESS_BYTES = 300 * 10**6
 """The memory of a rank before it has a model."""
 
@@ -93,7 +94,7 @@ def takes_options(command: Command) -> Command:
 class ClusterOptions:
     """The emulated cluster that a command measures on."""
 
-    hosts: Annotated[int, Option(min=2, max=64, help="Hosts, one rank each.")] = 4
+    hosts: Annotated[int, Option(min=2, max=MOST_HOSTS, help="Hosts, one rank each.")] = 4
     rate: Rate = None
     delay: Delay = "none"
     loopback: Loopback = False

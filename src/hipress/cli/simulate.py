@@ -227,7 +227,7 @@ def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> N
         ui.Column(header="rate", show=lambda row: row["rate"] or "as given"),
         *STEP_COLUMNS,
     ]
-    ui.print_table(f"SimulatedStep steps: {_title(made)}", columns, rows, to_stderr=to_stderr)
+    ui.print_table(f"Simulated steps: {_title(made)}", columns, rows, to_stderr=to_stderr)
     if any(row["nodes"] > MOST_WHOLE for row in rows):
         typer.echo(
             f"Above {MOST_WHOLE} nodes one rank stands for all, one that aggregates: its MB are "

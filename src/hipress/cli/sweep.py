@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hipress.casync.graphs import strategies
 from hipress.cli.options import timed_model
 from hipress.cli.ui import number, text
-from hipress.errors import UsageError
+from hipress.errors import UsageError, did_you_mean
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Profile
 from hipress.secopa.cluster import SimulatedStep
@@ -163,11 +162,10 @@ def read_plan(
     read = Plan.load(path)
     numels = {g.name: g.numel for g in made.model.gradients} if made.model is not None else {}
     if unknown := [name for name in read.gradients if name not in numels]:
-        near = difflib.get_close_matches(unknown[0], numels, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UsageError(
-            f"the plan speaks of {unknown[0]!r}{hint}, which this model does not have; make a plan "
-            f"for this model (its first gradients are: {', '.join(list(numels)[:5])})."
+            f"the plan speaks of {unknown[0]!r}{did_you_mean(unknown[0], numels)}, which this "
+            "model does not have; make a plan for this model (its first gradients are: "
+            f"{', '.join(list(numels)[:5])})."
         )
     if read.takes_codec:
         known = [costs.codec for costs in made.codecs if costs.codec != "none"]

@@ -18,16 +18,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hipress
+from hipress.codecs.base import Codec
 from hipress.errors import HipressError, TrainingError, UsageError
 from hipress.plan import MIN_SIZE
 from hipress.session import selection
+from hipress.session.buckets import applies_decay, has_momentum
 from hipress.session.replicas import compare
 from hipress.session.setup import DEFAULT_CODEC
-from hipress.train import checkpoints, models, optimizers
+from hipress.torch.ddp import clean, sparse_names, spec_of
+from hipress.train import checkpoints, models
 from hipress.train.batches import Sampler, test_batches, train_batches
 from hipress.train.config import AUTO, PLAIN, TrainConfig
 from hipress.train.data import open_data
@@ -136,7 +139,7 @@ class Job:
                 "onebit before SGD's momentum may lose accuracy (docs/train.md); "
                 "momentum(ef(onebit)) sends as many bytes and applies momentum in the codec"
             )
-        if config.plain_steps and optimizers.sent_as_momentum(self.rules, self.model):
+        if config.plain_steps and sent_as_momentum(self.rules, self.model):
             raise UsageError(
                 "--plain-steps would train without momentum, which this codec brings only when it "
                 "compresses; leave it out, or take a codec without momentum such as onebit."
@@ -174,7 +177,7 @@ class Job:
         )
         self.scaler = torch.amp.GradScaler(device.type) if config.amp == "fp16" else None
         enabled = config.codec != PLAIN
-        self.optimizer = optimizers.make(config, self.model, self.rules if enabled else None)
+        self.optimizer = make_optimizer(config, self.model, self.rules if enabled else None)
         self.sync = hipress.attach(
             self.ddp,
             **self._selection_arguments(),
@@ -392,3 +395,48 @@ class Job:
             accuracy=last.get("accuracy"),
             memory_bytes=stats.state_bytes + stats.buffer_bytes,
         )
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+def make_optimizer(
+    config: TrainConfig, model: nn.Module, rules: selection.Rules | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the config, without momentum for parameters whose codec applies it.
+
+    If the rules are None, nothing is compressed.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decay = config.weight_decay
+    if config.optimizer != "sgd":
+        kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+        return kind([p for _, p in named], lr=config.base_rate, weight_decay=decay)
+    sent = {} if rules is None else sent_as_momentum(rules, model)
+    # If the codec applies weight decay, the optimizer must not.
+    decayed = {name for name, codec in sent.items() if applies_decay(codec)}
+    no_momentum = {"momentum": 0.0, "nesterov": False}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if name not in sent]},
+        {"params": [p for name, p in named if name in sent and name not in decayed], **no_momentum},
+        {"params": [p for name, p in named if name in decayed], "weight_decay": 0.0, **no_momentum},
+    ]
+    return torch.optim.SGD(
+        [group for group in groups if group["params"]],
+        lr=config.base_rate,
+        momentum=config.sgd_momentum,
+        nesterov=config.nesterov,
+        weight_decay=decay,
+    )
+
+
+def sent_as_momentum(rules: selection.Rules, model: nn.Module) -> dict[str, Codec]:
+    """Return the codecs that send momentum, by parameter; a second momentum would count twice."""
+    sparse = sparse_names(model)
+    sent = {}
+    for name, parameter in model.named_parameters():
+        spec = spec_of(clean(name), parameter, is_sparse=clean(name) in sparse)
+        codec = rules.choice(spec).codec
+        if has_momentum(codec):
+            sent[name] = codec
+    return sent

@@ -40,8 +40,6 @@ class _Entry:
     """Its contents, to complete the sentence "it has ..."."""
     paths: tuple[str, ...] = ()
     """The paths that the user gives after the name."""
-    takes: str = "no path"
-    """The same in words."""
     num_optional: int = 0
     options: tuple[str, ...] = ()
     """Those of --side and --tokens that apply to it."""
@@ -92,7 +90,6 @@ _TABLE = {
         tasks=("classify",),
         has="images with labels",
         paths=("DIR",),
-        takes="one folder",
         num_optional=1,
     ),
     "cifar100": _Entry(
@@ -100,14 +97,12 @@ _TABLE = {
         tasks=("classify",),
         has="images with labels",
         paths=("DIR",),
-        takes="one folder",
     ),
     "imagefolder": _Entry(
         open=open_imagefolder,
         tasks=("classify", "style"),
         has="image files",
         paths=("DIR",),
-        takes="one folder",
         options=("--side",),
     ),
     "text": _Entry(
@@ -115,7 +110,6 @@ _TABLE = {
         tasks=("language", "masked"),
         has="one text",
         paths=("FILE",),
-        takes="one file",
         options=("--tokens",),
     ),
     "parallel-text": _Entry(
@@ -123,11 +117,16 @@ _TABLE = {
         tasks=("translate",),
         has="pairs of lines",
         paths=("SOURCE", "TARGET"),
-        takes="two files",
         options=("--tokens",),
     ),
 }
 
+_TAKES = {
+    (): "no path",
+    ("DIR",): "one folder",
+    ("FILE",): "one file",
+    ("SOURCE", "TARGET"): "two files",
+}
 NAMES = tuple(_TABLE)
 
 
@@ -172,7 +171,7 @@ def open_data(
     if not len(entry.paths) - entry.num_optional <= len(paths) <= len(entry.paths):
         given = ", ".join(repr(str(path)) for path in paths)
         found = f", not {given}" if given else " and none is given"
-        raise UsageError(f"{name} takes {entry.takes}{found}; write {usage(name)}.")
+        raise UsageError(f"{name} takes {_TAKES[entry.paths]}{found}; write {usage(name)}.")
     if tokens not in TOKENS:
         raise UsageError(f"--tokens {tokens!r} is none of {', '.join(TOKENS)}; choose one.")
     _check_options(name, side, tokens)
