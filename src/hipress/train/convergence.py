@@ -188,7 +188,6 @@ class VirtualWorkers(Workers):
         self.optimizer = make_optimizer(self.parameters, self.sync.has_momentum)
 
     def backward(self, batches: list[Tensor], step: int) -> None:
-        """Give every parameter the mean gradient of all workers."""
         gradients = [
             torch.autograd.grad(self.loss(self.model, batch), self.parameters) for batch in batches
         ]
@@ -228,7 +227,6 @@ class RealWorker(Workers):
         )
 
     def backward(self, batches: list[Tensor], step: int) -> None:
-        """Give every parameter the mean gradient of all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(self.loss(self._ddp, batches[self.rank]))
 

@@ -26,13 +26,10 @@ class Data(ABC):
     """Whether each batch opens files, so that loader processes save time."""
 
     def __init__(
-        self, *, name: str, task: str, sizes: dict[str, int], num_train: int, num_test: int
+        self, name: str, task: str, sizes: dict[str, int], num_train: int, num_test: int
     ) -> None:
-        self.name = name
-        self.task = task
-        self.sizes = sizes
-        self.num_train = num_train
-        self.num_test = num_test
+        self.name, self.task, self.sizes = name, task, sizes
+        self.num_train, self.num_test = num_train, num_test
 
     @abstractmethod
     def train(self, indices: Tensor, seed: int) -> Batch:

@@ -70,16 +70,9 @@ class ImageClasses(Data):
             test = _labelled(folder / "val", classes, present)
         else:
             train, test = _held_out(train, folder / "val")
-        super().__init__(
-            name="imagefolder",
-            task="classify",
-            sizes={"num_classes": len(classes)},
-            num_train=len(train),
-            num_test=len(test),
-        )
-        self._side = side
-        self._train = train
-        self._test = test
+        sizes = {"num_classes": len(classes)}
+        super().__init__("imagefolder", "classify", sizes, len(train), len(test))
+        self._side, self._train, self._test = side, train, test
 
     def train(self, indices: Tensor, seed: int) -> Batch:
         """Return images and labels, cropped and flipped by the seed."""
@@ -118,16 +111,8 @@ class ImageDomains(Data):
                 files, held_out = _held_out(files, test_folder)
             train.append(files)
             test.append(held_out)
-        super().__init__(
-            name="imagefolder",
-            task="style",
-            sizes={},
-            num_train=max(map(len, train)),
-            num_test=max(map(len, test)),
-        )
-        self._side = side
-        self._train = train
-        self._test = test
+        super().__init__("imagefolder", "style", {}, max(map(len, train)), max(map(len, test)))
+        self._side, self._train, self._test = side, train, test
         # Only one domain follows the indices, or domains of equal size would repeat their pairs.
         self._leader = 0 if len(train[0]) >= len(train[1]) else 1
 

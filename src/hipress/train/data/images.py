@@ -84,16 +84,9 @@ class MemoryImages(Data):
         least_side: int | None = None,
         margin: int = 0,
     ) -> None:
-        super().__init__(
-            name=name,
-            task="classify",
-            sizes={"num_classes": num_classes},
-            num_train=len(train.labels),
-            num_test=len(test.labels),
-        )
-        self._train = train
-        self._test = test
-        self._margin = margin
+        sizes = {"num_classes": num_classes}
+        super().__init__(name, "classify", sizes, len(train.labels), len(test.labels))
+        self._train, self._test, self._margin = train, test, margin
         height, width = train.shape[1:]
         least = least_side or 1
         self._size = (max(height, least), max(width, least))

@@ -36,9 +36,7 @@ class Synthetic(Data):
     """
 
     def __init__(self, draw: Draw, *, task: str, seed: int = 0) -> None:
-        super().__init__(
-            name="synthetic", task=task, sizes={}, num_train=NUM_TRAIN, num_test=NUM_TEST
-        )
+        super().__init__("synthetic", task, {}, NUM_TRAIN, NUM_TEST)
         self._train = _Examples(draw, 2 * seed, NUM_TRAIN)
         self._test = _Examples(draw, 2 * seed + 1, NUM_TEST)
         shape, is_image = self._train.shape, self._train.is_float
@@ -46,11 +44,9 @@ class Synthetic(Data):
         self.length = shape[0] if not is_image and len(shape) == 1 else None
 
     def train(self, indices: Tensor, seed: int) -> Batch:
-        """Return training examples; the seed has no effect."""
         return self._train.batch(indices)
 
     def test(self, indices: Tensor) -> Batch:
-        """Return test examples."""
         return self._test.batch(indices)
 
 

@@ -144,22 +144,14 @@ class _Text(Data):
         vocabulary: int,
         num_examples: Callable[[int], int],
     ) -> None:
-        super().__init__(
-            name="text",
-            task=task,
-            sizes={"vocabulary": vocabulary},
-            num_train=num_examples(len(tensor_of(train))),
-            num_test=num_examples(len(tensor_of(test))),
-        )
-        self._train = train
-        self._test = test
+        num_train, num_test = (num_examples(len(tensor_of(part))) for part in (train, test))
+        super().__init__("text", task, {"vocabulary": vocabulary}, num_train, num_test)
+        self._train, self._test = train, test
 
     def train(self, indices: Tensor, seed: int) -> Batch:
-        """Return training examples; the seed decides what is random about them."""
         return self._batch(tensor_of(self._train), self.num_train, indices, seed)
 
     def test(self, indices: Tensor) -> Batch:
-        """Return test examples, always the same."""
         return self._batch(tensor_of(self._test), self.num_test, indices, seed=0)
 
     @abstractmethod
@@ -310,24 +302,16 @@ class ParallelText(Data):
     def __init__(self, source: Lines, target: Lines, *, vocabulary: int) -> None:
         num_pairs = len(source.starts)
         num_test = max(1, num_pairs // _TEST_SHARE)
-        super().__init__(
-            name="parallel-text",
-            task="translate",
-            sizes={"vocabulary": vocabulary},
-            num_train=num_pairs - num_test,
-            num_test=num_test,
-        )
-        self._source = source
-        self._target = target
+        sizes = {"vocabulary": vocabulary}
+        super().__init__("parallel-text", "translate", sizes, num_pairs - num_test, num_test)
+        self._source, self._target = source, target
 
     def train(self, indices: Tensor, seed: int) -> Batch:
-        """Return training pairs; the seed has no effect."""
         if int(indices.max()) >= self.num_train:
             raise IndexError(f"index {int(indices.max())} of {self.num_train} training pairs")
         return self._batch(indices)
 
     def test(self, indices: Tensor) -> Batch:
-        """Return test pairs."""
         return self._batch(self.num_train + indices)
 
     def _batch(self, indices: Tensor) -> Batch:

@@ -15,12 +15,10 @@ from torch import nn
 from hipress.errors import UsageError, did_you_mean
 from hipress.train.data import synthetic
 from hipress.train.models.base import Model, custom
-from hipress.train.models.bert import Bert
-from hipress.train.models.gpt import Gpt
 from hipress.train.models.inception import inception_v3
 from hipress.train.models.lstm import Lstm
 from hipress.train.models.resnet import DEPTHS, resnet
-from hipress.train.models.transformer import Transformer
+from hipress.train.models.transformers import Bert, Gpt, Transformer
 from hipress.train.models.ugatit import Ugatit
 from hipress.train.models.vgg import WIDTHS, cnn, small_vgg, vgg
 
