@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hipress.train.models.cnn import cnn
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,7 +22,7 @@ from hipress.train.models.lstm import Lstm
 from hipress.train.models.resnet import resnet
 from hipress.train.models.transformers import Attention, Bert, Gpt, Transformer, positions
 from hipress.train.models.ugatit import Ugatit, _MixedNorm
-from hipress.train.models.vgg import small_vgg, vgg
+from hipress.train.models.vgg import cnn, small_vgg, vgg
 from hipress.train.tasks import TASKS, UNLABELLED, Batch, Draw
 from tests.grid import full, thinned
 
