@@ -73,12 +73,10 @@ class ClusterBenchmark:
         return torch.device("cuda:0" if self.device == "cuda" else self.device)
 
     def dump(self) -> str:
-        """Returns the text that `load` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls: type[B], text: str) -> B:
-        """Returns a benchmark from its text."""
         fields: dict[str, Any] = json.loads(text)
         for name, value in fields.items():
             if isinstance(value, list):
@@ -173,7 +171,6 @@ class Interface:
         """Bytes of the two barriers of a sample."""
 
     def sent_bytes(self) -> int:
-        """Returns the bytes sent so far."""
         return sent_bytes(Path("/proc/self/net/dev").read_text()) if self.is_shaped else 0
 
     def measure_idle(self) -> None:
@@ -248,7 +245,6 @@ class Candidate:
     found: dict[str, Any] = field(default_factory=dict)
 
     def result(self) -> dict[str, Any]:
-        """Returns what rank 0 writes."""
         own = {"variant": self.label, "codec": self.codec, "strategy": self.strategy}
         return own | {"samples_s": self.samples_s} | self.found
 
@@ -280,13 +276,11 @@ class ClusterWorker(ABC, Generic[C]):
         """Makes a candidate ready for a sample."""
 
     def progress(self, label: str) -> None:
-        """Prints that the next part begins."""
         num_done, total = self._progress
         print_progress(num_done, total, label)
         self._progress = (num_done + 1, total)
 
     def wait_for_device(self) -> None:
-        """Waits for the GPU, if there is one."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -45,7 +45,6 @@ class ConvergenceBenchmark(ClusterBenchmark):
 
     @property
     def task(self) -> ConvergenceTask:
-        """What is trained."""
         return replace(task(self.data), num_steps=self.num_steps, rate=self.learning_rate)
 
 

@@ -49,8 +49,6 @@ def _save(made: Any, path: Path, **options: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """The losses of one training."""
-
     label: str
     rows: Sequence[Row]
 

@@ -160,7 +160,6 @@ class _ModelSteps:
         self.timer = time_gradients(net)
 
     def backward(self, batch: tuple[torch.Tensor, ...]) -> None:
-        """Makes the gradients of a batch."""
         torch.autograd.backward(self._loss(self._net, batch))
 
     def step(self, batch: tuple[torch.Tensor, ...]) -> float:

@@ -34,7 +34,6 @@ class Timing:
         return Timing(p20_s=p20, p50_s=p50, p80_s=p80, num_samples=len(samples_s))
 
     def fields(self, prefix: str = "") -> dict[str, float]:
-        """Returns the percentiles as fields of a row."""
         names = ("seconds_median", "seconds_p20", "seconds_p80")
         values = (self.p50_s, self.p20_s, self.p80_s)
         return {f"{prefix}{name}": value for name, value in zip(names, values, strict=True)}

@@ -98,7 +98,6 @@ class ConvergenceOptions:
 
     @property
     def expressions(self) -> list[str]:
-        """The codecs to train with."""
         from hipress.train.convergence import default_codecs
 
         return default_codecs() if self.codecs is None else split_expressions(self.codecs)
@@ -313,7 +312,6 @@ def check_outputs(page: Path | None, picture: Path | None) -> None:
 
 
 def by_data(rows: Sequence[ui.Row]) -> list[list[ui.Row]]:
-    """Returns the rows of each data set, in order."""
     names = dict.fromkeys(row["data"] for row in rows)
     return [[row for row in rows if row["data"] == name] for name in names]
 

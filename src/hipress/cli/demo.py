@@ -46,7 +46,6 @@ class DemoOptions:
 
     @property
     def where(self) -> str:
-        """The links, for titles."""
         return "no emulated links" if self.rate is None else f"{self.rate} links"
 
     def argv(self, codec: str) -> list[str]:

@@ -78,13 +78,11 @@ class JobReport:
 
     @property
     def model(self) -> ModelProfile:
-        """The timed model."""
         assert self.profile.model is not None
         return self.profile.model
 
     @property
     def best(self) -> dict[str, Any]:
-        """The fastest row."""
         return min(self.rows, key=lambda row: float(row["step_s"]))
 
     @property

@@ -42,8 +42,6 @@ from hipress.errors import HipressError
 
 @dataclass(frozen=True)
 class Command:
-    """One line of the table of commands."""
-
     module: str
     help: str
 

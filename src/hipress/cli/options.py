@@ -204,7 +204,6 @@ def expressions(text: str) -> tuple[str, ...]:
 
 
 def unique(names: Iterable[str]) -> list[str]:
-    """Returns the names in order, each once."""
     return list(dict.fromkeys(names))
 
 

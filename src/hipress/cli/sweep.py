@@ -64,7 +64,6 @@ class Sweep:
 
     @cached_property
     def simulator(self) -> Simulator:
-        """The simulator of the cluster."""
         return Simulator(self.profile, self.num_ranks, most_simulated=MOST_WHOLE)
 
     @property

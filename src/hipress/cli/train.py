@@ -192,7 +192,6 @@ class TrainView:
             )
 
     def on_step(self, step: int) -> None:
-        """Moves the bar."""
         if self._progress is not None and self._bar is not None:
             self._progress.update(self._bar, completed=step)
 
@@ -209,7 +208,6 @@ class TrainView:
             self._progress.update(self._bar, status=status)
 
     def on_end(self, result: Result) -> None:
-        """Writes the last line of the log."""
         self._write({"kind": "end", **asdict(result)})
 
     def _print(self, text: str) -> None:

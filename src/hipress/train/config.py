@@ -180,12 +180,10 @@ class TrainConfig:
 
     @property
     def sgd_momentum(self) -> float:
-        """Momentum of SGD."""
         return DEFAULT_MOMENTUM if self.momentum is None else self.momentum
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the optimizer is SGD with momentum."""
         return self.optimizer == "sgd" and self.sgd_momentum > 0
 
     @property

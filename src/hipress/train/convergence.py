@@ -88,7 +88,6 @@ The rate was chosen with uncompressed runs only; the number of steps by the time
 
 
 def task(name: str) -> ConvergenceTask:
-    """Return the task of a data set."""
     if name not in TASKS:
         raise UsageError(f"no data set {name!r}; there are: {', '.join(TASKS)}.")
     return TASKS[name]
@@ -167,7 +166,6 @@ class VirtualSync:
 
 
 def is_exempt(parameter: Tensor) -> bool:
-    """Return whether a parameter's gradient is never compressed."""
     return bool(exempt_reason(parameter.dim(), parameter.numel()))
 
 
@@ -286,13 +284,11 @@ class Workers(ABC):
         )
 
     def accuracy(self) -> float:
-        """Return the test accuracy in percent."""
         with torch.no_grad():
             found = self.model(self.data.pixels(self.data.test_images)).argmax(1)
         return 100 * float((found == self.data.test_labels).float().mean())
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Return the loss of a model on some of the training images."""
         logits = model(self.data.pixels(self.data.train_images[batch]))
         return nn.functional.cross_entropy(logits, self.data.train_labels[batch])
 

@@ -293,7 +293,6 @@ class Job:
         }
 
     def close(self) -> None:
-        """End the exchange, when all ranks have finished with it."""
         if self.sync.enabled:
             self.sync.engine.close()
 

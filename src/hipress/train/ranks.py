@@ -68,7 +68,6 @@ class Ranks:
 
     @classmethod
     def of_group(cls) -> Ranks:
-        """Return the ranks of the default process group."""
         store = dist.distributed_c10d._get_default_store()
         return cls(store, dist.get_rank(), dist.get_world_size())
 
@@ -180,6 +179,5 @@ class Ranks:
         return [dict(zip(mine, map(str, one), strict=True)) for one in self.gather(values)]
 
     def have_same(self, model: nn.Module) -> bool:
-        """Return whether all ranks have the same parameters."""
         found = self.gather_digests(model)
         return all(one == found[0] for one in found)

@@ -77,7 +77,6 @@ class Throughput:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the job began."""
         return time.perf_counter() - self._started_s
 
     def begin(self, step: int) -> None:

@@ -56,7 +56,6 @@ class LearningTask:
     """The target that is not scored."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss to train with."""
         return self.forward(model, batch)[0]
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Score:

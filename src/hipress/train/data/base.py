@@ -159,7 +159,6 @@ Stored = Tensor | Mapped
 
 
 def tensor_of(stored: Stored) -> Tensor:
-    """Return the elements."""
     return stored.tensor if isinstance(stored, Mapped) else stored
 
 

@@ -83,7 +83,6 @@ class ImageClasses(Data):
         return _flipped(_normalised(pixels), torch.from_numpy(randoms[:, 0])), labels
 
     def test(self, indices: Tensor) -> Batch:
-        """Return the middle of the images, and labels."""
         paths, labels = _chosen(self._test, indices)
         return _normalised(_squares(paths, [centre_box] * len(paths), self._side)), labels
 
@@ -130,7 +129,6 @@ class ImageDomains(Data):
         return tuple(batch)
 
     def test(self, indices: Tensor) -> Batch:
-        """Return the middle of an image of each domain."""
         batch = []
         for files in self._test:
             paths, _ = _chosen(files, indices % len(files))

@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,22 +130,19 @@ def open_text(path: Path, *, task: str, length: int | None = None, tokens: str =
 
 
 class _Text(Data):
-    """Examples from the tokens, of any integer type, of a training and a test part.
+    """Examples of `length` tokens, special ones included, from a training and a test part of a text
+    whose tokens have any integer type."""
 
-    `num_examples` returns how many examples so many tokens make.
-    """
+    kind: str
+    """The task."""
+    num_specials = 0
+    """Special tokens of an example, numbered after those of the text."""
 
-    def __init__(
-        self,
-        task: str,
-        train: Stored,
-        test: Stored,
-        *,
-        vocabulary: int,
-        num_examples: Callable[[int], int],
-    ) -> None:
-        num_train, num_test = (num_examples(len(tensor_of(part))) for part in (train, test))
-        super().__init__("text", task, {"vocabulary": vocabulary}, num_train, num_test)
+    def __init__(self, train: Stored, test: Stored, *, vocabulary: int, length: int) -> None:
+        self._length, self._vocabulary = length, vocabulary
+        num_train, num_test = (self._num_examples(len(tensor_of(part))) for part in (train, test))
+        sizes = {"vocabulary": vocabulary + self.num_specials}
+        super().__init__("text", self.kind, sizes, num_train, num_test)
         self._train, self._test = train, test
 
     def train(self, indices: Tensor, seed: int) -> Batch:
@@ -155,30 +152,28 @@ class _Text(Data):
         return self._batch(tensor_of(self._test), self.num_test, indices, seed=0)
 
     @abstractmethod
+    def _num_examples(self, num_tokens: int) -> int: ...
+
+    @abstractmethod
     def _batch(self, stream: Tensor, num_examples: int, indices: Tensor, seed: int) -> Batch: ...
 
 
 class LanguageText(_Text):
     """Consecutive windows of a text for the task language; each token's target is the next one."""
 
-    def __init__(self, train: Stored, test: Stored, *, vocabulary: int, length: int) -> None:
-        super().__init__(
-            "language",
-            train,
-            test,
-            vocabulary=vocabulary,
-            num_examples=lambda num_tokens: (num_tokens - 1) // length,
-        )
-        self._offsets = torch.arange(length + 1)
+    kind = "language"
 
     @staticmethod
     def tokens_needed(length: int) -> int:
         """Return the smallest number of tokens that makes an example."""
         return length + 1
 
+    def _num_examples(self, num_tokens: int) -> int:
+        return (num_tokens - 1) // self._length
+
     def _batch(self, stream: Tensor, num_examples: int, indices: Tensor, seed: int) -> Batch:
-        length = len(self._offsets) - 1
-        window = stream[indices[:, None] * length + self._offsets].long()
+        offsets = torch.arange(self._length + 1)
+        window = stream[indices[:, None] * self._length + offsets].long()
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
@@ -187,20 +182,11 @@ class MaskedText(_Text):
 
     A is a part of the text; B is what follows it half the time, else what follows another part.
     15 % of the tokens of A and B are chosen: 80 % of these become [MASK], 10 % a random token, the
-    rest stay. The three special tokens are numbered after those of the text; `vocabulary` does not
-    count them, `length` does.
+    rest stay. `vocabulary` does not count the three special tokens, `length` does.
     """
 
-    def __init__(self, train: Stored, test: Stored, *, vocabulary: int, length: int) -> None:
-        super().__init__(
-            "masked",
-            train,
-            test,
-            vocabulary=vocabulary + _NUM_SPECIALS,
-            num_examples=lambda num_tokens: num_tokens // (length - _NUM_SPECIALS),
-        )
-        self._length = length
-        self._vocabulary = vocabulary
+    kind = "masked"
+    num_specials = _NUM_SPECIALS
 
     @staticmethod
     def tokens_needed(length: int) -> int:
@@ -211,6 +197,9 @@ class MaskedText(_Text):
                 f"segment needs one; give at least {_NUM_SPECIALS + 2}."
             )
         return 2 * (length - _NUM_SPECIALS)
+
+    def _num_examples(self, num_tokens: int) -> int:
+        return num_tokens // (self._length - _NUM_SPECIALS)
 
     def _batch(self, stream: Tensor, num_examples: int, indices: Tensor, seed: int) -> Batch:
         num_ordinary = self._length - _NUM_SPECIALS
@@ -271,11 +260,9 @@ class Lines:
 
     @property
     def lengths(self) -> Tensor:
-        """Number of tokens of each line."""
         return self.ends - self.starts
 
     def chosen(self, which: Tensor) -> Lines:
-        """Return some of the lines."""
         return Lines(stream=self.stream, starts=self.starts[which], ends=self.ends[which])
 
     def tokens(self, indices: Tensor) -> tuple[Tensor, Tensor]:

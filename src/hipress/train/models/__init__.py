@@ -89,7 +89,6 @@ def model(name: str) -> Model:
 
 
 def names() -> list[str]:
-    """Return the names of the models that are listed for users."""
     return [name for name, line in MODELS.items() if not line.is_hidden]
 
 
