@@ -8,7 +8,6 @@ machine hit all of them. Rank 0 prints its progress on stdout ("@@ done total la
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from hipress import settings
 from hipress.errors import HipressError
+from hipress.session.replicas import digest
 
 INTERFACE = "eth0"
 NUM_IDLE = 10
@@ -214,10 +214,7 @@ def largest(values: Sequence[float]) -> list[float]:
 
 def ranks_agree(values: Sequence[torch.Tensor]) -> bool:
     """Returns whether all ranks hold the same bits; collective."""
-    digest = hashlib.blake2b(digest_size=8)
-    for value in values:
-        digest.update(value.detach().cpu().numpy().data)
-    own = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
+    own = torch.tensor([digest(value) for value in values])
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return all(torch.equal(each, own) for each in found)

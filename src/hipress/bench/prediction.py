@@ -35,11 +35,7 @@ def rows(
         measured_s = row["seconds_median"]
         found.append(
             {
-                "model": row["model"],
-                "hosts": row["hosts"],
-                "rate": row["rate"],
-                "codec": row["codec"],
-                "strategy": row["strategy"],
+                **{key: row[key] for key in ("model", "hosts", "rate", "codec", "strategy")},
                 "measured_seconds": measured_s,
                 "measured_p20": row["seconds_p20"],
                 "measured_p80": row["seconds_p80"],

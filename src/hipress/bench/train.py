@@ -138,10 +138,7 @@ def _row(
     return {
         "model": benchmark.model,
         "rate": benchmark.rate,
-        "variant": one["variant"],
-        "codec": one["codec"],
-        "strategy": one["strategy"],
-        "note": one["note"],
+        **{key: one[key] for key in ("variant", "codec", "strategy", "note")},
         "delay": benchmark.delay,
         "hosts": benchmark.num_hosts,
         "device": benchmark.device,
@@ -159,9 +156,7 @@ def _row(
         "interface_bytes_per_rank": one["interface_bytes"],
         "interface_deviation": one["interface_deviation"],
         "extra_memory_bytes": one["memory_bytes"],
-        "skipped": one["skipped"],
-        "loss": one["loss"],
-        "ranks_agree": one["ranks_agree"],
+        **{key: one[key] for key in ("skipped", "loss", "ranks_agree")},
         "problem": problem(benchmark, one),
     }
 

@@ -94,6 +94,7 @@ def names() -> list[str]:
 
 _TORCHVISION = "torchvision's table"
 _HIPRESS = "HiPress (SOSP 2021):"
+_GLUON, _MORE = "Gluon's model zoo:", "with running statistics and 6 fixed numbers"
 
 
 def _classifier(
@@ -116,6 +117,12 @@ def _classifier(
         least_side=least_side,
         side=side,
     )
+
+
+def _resnet(depth: int, num_parameters: int, published: str, *, is_v2: bool = False) -> Model:
+    build = partial(resnet, DEPTHS[depth], is_bottleneck=depth == 50, is_v2=is_v2)
+    about = f"ResNet v2 of {depth} layers: pre-activation" if is_v2 else f"ResNet of {depth} layers"
+    return _classifier(about, num_parameters, build, published)
 
 
 def _gpt2(num_parameters: int, *, width: int, num_layers: int, num_heads: int, batch: int) -> Model:
@@ -201,30 +208,11 @@ MODELS: dict[str, Model] = {
         partial(vgg, WIDTHS[19]),
         f"{_TORCHVISION}; {_HIPRESS} 548.05 MiB",
     ),
-    "resnet18": _classifier(
-        "ResNet of 18 layers",
-        11_689_512,
-        partial(resnet, DEPTHS[18], is_bottleneck=False),
-        _TORCHVISION,
-    ),
-    "resnet50": _classifier(
-        "ResNet of 50 layers",
-        25_557_032,
-        partial(resnet, DEPTHS[50], is_bottleneck=True),
-        _TORCHVISION,
-    ),
-    "resnet18-v2": _classifier(
-        "ResNet v2 of 18 layers: pre-activation",
-        11_687_848,
-        partial(resnet, DEPTHS[18], is_bottleneck=False, is_v2=True),
-        "Gluon's model zoo: 11,695,796 with running statistics and 6 fixed numbers",
-    ),
-    "resnet50-v2": _classifier(
-        "ResNet v2 of 50 layers: pre-activation",
-        25_549_480,
-        partial(resnet, DEPTHS[50], is_bottleneck=True, is_v2=True),
-        "Gluon's model zoo: 25,595,060 with running statistics and 6 fixed numbers; "
-        f"{_HIPRESS} 97.46 MiB",
+    "resnet18": _resnet(18, 11_689_512, _TORCHVISION),
+    "resnet50": _resnet(50, 25_557_032, _TORCHVISION),
+    "resnet18-v2": _resnet(18, 11_687_848, f"{_GLUON} 11,695,796 {_MORE}", is_v2=True),
+    "resnet50-v2": _resnet(
+        50, 25_549_480, f"{_GLUON} 25,595,060 {_MORE}; {_HIPRESS} 97.46 MiB", is_v2=True
     ),
     "inception-v3": _classifier(
         "Inception v3 without its auxiliary head",
