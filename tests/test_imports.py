@@ -29,6 +29,7 @@ MEMBERS = {
         "profile",
         "settings",
         "timeline",
+        "units",
         "version",
     },
     "doors": {"torch", "tensorflow", "keras", "jax", "mxnet"},
