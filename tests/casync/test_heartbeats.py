@@ -123,6 +123,8 @@ def test_the_first_failure_is_what_all_say(ward):
     second = watched.ranks[2].explain(LinkError("second, a consequence"))
     assert isinstance(second, PeerError)
     assert str(second) == "rank 1 failed: first"
+    watched.ranks[2].explain(FrameError("a failure of its own, later"))
+    assert str(watched.ranks[0].explain(LinkError("third"))) == "rank 1 failed: first"
 
 
 def test_a_store_that_is_gone_is_blamed_on_rank_0():

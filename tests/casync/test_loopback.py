@@ -13,11 +13,13 @@ import torch
 
 import hipress
 from hipress.casync.engine.engine import Options
+from hipress.casync.engine.exchange import Exchange
 from hipress.casync.engine.executors import Executor
 from hipress.casync.engine.loopback import Hub, Loopback
 from hipress.casync.graphs import partitions
 from hipress.casync.graphs.graph import Kind
 from hipress.casync.graphs.strategies import STRATEGIES
+from hipress.casync.ranks.agreement import Agreement
 from hipress.errors import FrameError, PeerError, UsageError
 from tests.casync.harness import Reference, gradient, mean_of, outcomes, run
 from tests.grid import crossed, thinned
@@ -465,6 +467,34 @@ def test_without_a_name_nothing_is_carried_on(codec, strategy):
     first, *others = run(3, work, hosts=HOSTS)[0]
     for other in others:
         assert_same_bits(first, other)
+
+
+@pytest.mark.parametrize("name", ["w", None])
+def test_steady_steps_agree_bind_and_allocate_nothing(name, monkeypatch):
+    """Catches: ranks that wait for each other in every step, buffers that are made anew."""
+    made = []
+    for owner, what in ((Agreement, "agree"), (Exchange, "_bind"), (Exchange, "__init__")):
+        plain = getattr(owner, what)
+
+        def noted(self, *args, plain=plain, what=what, **options):
+            made.append(what)
+            return plain(self, *args, **options)
+
+        monkeypatch.setattr(owner, what, noted)
+
+    def work(engine, rank):
+        seen = []
+        for step in range(4):
+            value = gradient(LARGE, rank, step)
+            engine.allreduce([value], codec="onebit", name=name).wait()
+            engine.wait_idle()
+            seen.append((engine.buffer_bytes, engine.states.num_bytes))
+        return seen
+
+    for seen in run(2, work):
+        assert seen[1:] == seen[:1] * 3
+    # Twice for each of two ranks: the start of the engine, and the first exchange.
+    assert sorted(made) == ["__init__"] * 2 + ["_bind"] * 2 + ["agree"] * 4
 
 
 def test_with_a_name_error_feedback_is_carried_on():

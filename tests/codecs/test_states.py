@@ -132,6 +132,18 @@ def test_a_step_that_is_no_number(key: str) -> None:
     )
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_ratio_of_learning_rates_scales_the_residual(is_fused: bool) -> None:
+    """Below tau nothing is sent, so all of it waits."""
+    plain = codec("tbq(tau=100.0, ef=false)")
+    c = codec("tbq(tau=100.0)") if is_fused else Feedback(plain)
+    state = c.init(X)
+    c.encode(X, state)
+    state["lr_ratio"] = torch.tensor(0.25)
+    c.encode(X, state)
+    assert torch.equal(state["residual"], X.float() * 0.25 + X.float())
+
+
 def test_a_ratio_that_is_no_number() -> None:
     c = codec("onebit")
     state = {**c.init(X), "lr_ratio": torch.zeros(2)}

@@ -4,8 +4,9 @@
     python -m tests.mutants -k residual     those whose name contains a text; writes nothing
 
 Each defect is applied to a copy of the source. The tests that should notice it run with the markers
-of `make test`; a defect is caught if they fail. They pass on the untouched copy, which is checked
-first. Exit code 1: a defect was not caught, or could not be applied.
+of `make test`; a defect is caught if one of them fails. A text that has moved, a test that does not
+exist and a copy that cannot be imported do not count as caught. The tests pass on the untouched
+copy, which is checked first. Exit code 1: a defect was not caught, or could not be applied.
 """
 
 from __future__ import annotations
@@ -64,7 +65,11 @@ def tried(defect: Defect) -> str:
 
 
 def run(defect: Defect | None, tests: Iterable[str]) -> str | None:
-    """Returns the first test that fails on a copy of the source; None if all pass."""
+    """Returns the first test that fails on a copy of the source; None if all pass.
+
+    Raises:
+        ValueError: The defect cannot be applied, or its tests cannot be run.
+    """
     with tempfile.TemporaryDirectory(prefix="hipress-mutant-") as folder:
         copy = Path(folder)
         shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
@@ -73,20 +78,25 @@ def run(defect: Defect | None, tests: Iterable[str]) -> str | None:
         if defect is not None:
             defect.apply(copy)
         path = os.pathsep.join([str(copy / "src"), str(copy)])
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not full", "--no-header",
-             "-p", "no:cacheprovider", "-rfE", "--tb=no", *tests],
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not full", "--no-header",
+                 "-p", "no:cacheprovider", "-rfE", "--tb=no", *tests],
+                cwd=copy,
+                env={**os.environ, "PYTHONPATH": path},
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"its tests take more than {TIMEOUT_S:g} s") from error
     if done.returncode == 0:
         return None
     lines = done.stdout.splitlines()
     failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else (lines or done.stderr.splitlines() or ["no output"])[-1]
+    if done.returncode != 1 or not failed:  # no such test, or nothing can be imported
+        raise ValueError((failed or lines or done.stderr.splitlines() or ["no output"])[-1])
+    return failed[0]
 
 
 def table(rows: Iterable[tuple[Defect, str]]) -> str:

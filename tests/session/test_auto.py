@@ -386,6 +386,26 @@ def test_an_order_is_taken_once_and_an_unfinished_one_is_given_again():
     assert (made._directive.number, made._left) == (2, 3)
 
 
+def test_another_plan_is_used_after_the_state_of_the_last_was_sent():
+    """Catches: codecs of one plan that work on the residuals of another, or drop them."""
+    made, _, session = auto_of()
+    made._plans = {epoch: Plan(epoch=epoch) for epoch in (1, 2)}
+    made.phase = "compressed"
+    used = []
+    for epoch, keeps_state in ((1, False), (2, False), (2, False), (None, True), (2, False),
+                               (None, False), (None, False), (1, False)):  # fmt: skip
+        made._directive = Directive(number=1, steps=1, epoch=epoch, keeps_state=keeps_state)
+        made._left = 1
+        mode, plan = made.begin(session)
+        used.append((mode.value, plan and plan.epoch, made.holds_state))
+    assert used == [
+        ("compressed", 1, True), ("flushing", None, False), ("compressed", 2, True),
+        ("plain", None, True), ("compressed", 2, True), ("flushing", None, False),
+        ("plain", None, False), ("compressed", 1, True),
+    ]  # fmt: skip
+    assert made.num_switches == 7
+
+
 def test_a_link_that_fails_while_all_measure_is_explained():
     """Catches: an error of the transport's, which names an address."""
     made, _, session = auto_of(explain=lambda error: PeerError("rank 1 is gone", ranks=(1,)))

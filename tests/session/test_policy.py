@@ -87,6 +87,22 @@ def test_plain_stays_unless_a_plan_is_clearly_faster(own):
     assert line.startswith("plain all-reduce: 100 ms a step against ") and "plan 1" in line
 
 
+def test_steps_in_which_ranks_switch_do_not_count():
+    """Catches: plain steps that look slow because ranks have just left the plan, so that all plan
+    again; a plan that is refused because its first steps allocate buffers."""
+    seen = []
+
+    def step_s(epoch, step):
+        seen.append(epoch)
+        switches = len(seen) > 1 and seen[-2] != epoch
+        begins = epoch is not None and seen.count(epoch) <= 2
+        return 3.0 if switches or begins else (0.1 if epoch is None else 0.05)
+
+    world = World(step_s, lambda step: [candidate(1, 0.05)]).run(1000)
+    assert world.epochs[-1] == 1 and "50 ms a step against 100 ms plain" in world.lines[0]
+    assert None in world.epochs[100:] and len(world.measures) == 1
+
+
 def test_without_an_offer_nothing_is_tried():
     """Catches: trials of nothing, and silence."""
     world = World(steady(0.1)).run(300)

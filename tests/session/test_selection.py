@@ -194,6 +194,22 @@ def test_a_plan_says_how_what_it_leaves_alone_travels():
     assert choice("w", plan=plan).strategy == "allreduce"
 
 
+def test_a_plan_of_auto_leaves_alone_what_the_user_or_the_rules_exempt():
+    """Catches: `auto` that compresses what was excluded, or an exempt bias."""
+    plan = Plan(gradients={name: Decision(codec="int8") for name in ("w", "v", "b")})
+    made = asked(exclude="v")
+    for name, parameter, codec, reason in (
+        ("w", LARGE, "int8", ""),
+        ("v", LARGE, "none", "excluded by 'v'"),
+        ("b", torch.zeros(9000), "none", "one dimension (norm or bias)"),
+    ):
+        spec = spec_of(name, parameter, is_sparse=False)
+        found = made.choice_under(plan, spec)
+        assert (found.codec.name, found.reason) == (codec, reason)
+        found = made.choice_under(None, spec)
+        assert (found.codec.name, found.reason) == ("none", reason or "auto")
+
+
 def test_a_plan_that_leaves_only_the_codec_open():
     """Catches: a strategy that overrules the plan's."""
     plan = Plan(gradients={"w": Decision(codec="any", strategy="ring")})

@@ -1,0 +1,258 @@
+"""What a session holds back and sends later: one rank, whose mean is what it gave."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hipress import session
+from hipress.errors import AgreementError, UsageError
+from hipress.session import Adapter, Mode, replicas
+
+SHAPE = (64, 80)
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Loop(Adapter):
+    """A framework whose answers a test sets."""
+
+    def __init__(self, scale=None, rates=()):
+        super().__init__()
+        self.scale, self.rates, self.dropped = scale, dict(rates), set()
+
+    def loss_scale(self):
+        return self.scale
+
+    def learning_rates(self):
+        return self.rates
+
+    def was_dropped(self, name, sent):
+        return name in self.dropped
+
+
+def gradient(step):
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(step))
+
+
+def start(codec="onebit", adapter=None, **settings):
+    return session.start({"a": torch.zeros(SHAPE)}, codec=codec, adapter=adapter, **settings)
+
+
+def averaged(run, value):
+    value = value.clone()
+    run.average({"a": value})
+    return value
+
+
+def all_of_it(run):
+    """What is still to come: the last step sends it all."""
+    run.detach()
+    last = averaged(run, torch.zeros(SHAPE))
+    assert run.mode.current is Mode.DETACHED
+    return last
+
+
+def test_what_was_given_arrives():
+    """Catches: a residual that no step sends."""
+    run = start()
+    given = [gradient(step) for step in range(4)]
+    came = [averaged(run, value) for value in given]
+    assert (sum(came) - sum(given)).abs().max() > 0.1
+    torch.testing.assert_close(sum(came) + all_of_it(run), sum(given), rtol=0, atol=1e-4)
+    torch.testing.assert_close(averaged(run, given[0]), given[0], rtol=0, atol=0)
+
+
+def test_it_arrives_in_the_scale_of_its_step():
+    """Catches: a residual that is added in the unit of another loss scale."""
+    adapter = Loop(scale=4.0)
+    run = start(adapter=adapter)
+    came = averaged(run, 4 * gradient(0)) / 4
+    adapter.scale = 32.0
+    came += all_of_it(run) / 32
+    torch.testing.assert_close(came, gradient(0), rtol=0, atol=1e-4)
+
+
+def test_what_was_thrown_away_comes_again_in_the_scale_of_that_step():
+    """Catches: what the framework threw away that is lost, or kept in another unit."""
+    adapter = Loop(scale=1.0)
+    run = start(adapter=adapter)
+    adapter.dropped = {"a"}
+    averaged(run, gradient(0))
+    assert list(run.owed) == ["a"]
+    adapter.dropped, adapter.scale = set(), 2.0
+    came = averaged(run, 2 * gradient(1)) / 2
+    assert not run.owed
+    came += all_of_it(run) / 2
+    torch.testing.assert_close(came, gradient(0) + gradient(1), rtol=0, atol=1e-4)
+
+
+def test_what_is_thrown_away_while_it_is_sent_for_the_last_time_comes_again():
+    """Catches: a session that detaches though the framework threw away what it sent last."""
+    adapter = Loop()
+    run = start(adapter=adapter)
+    came = averaged(run, gradient(0))
+    adapter.dropped = {"a"}
+    run.detach()
+    averaged(run, torch.zeros(SHAPE))
+    assert run.mode.current is Mode.FLUSHING
+    adapter.dropped = set()
+    came += averaged(run, torch.zeros(SHAPE))
+    assert run.mode.current is Mode.DETACHED
+    torch.testing.assert_close(came, gradient(0), rtol=0, atol=1e-4)
+
+
+def saved_after(num_steps, codec="onebit"):
+    run = start(codec)
+    came = sum(averaged(run, gradient(step)) for step in range(num_steps))
+    return came, copy.deepcopy(run.state_dict())
+
+
+def test_a_checkpoint_of_the_same_ranks_goes_on_bit_for_bit():
+    """Catches: state that a checkpoint lacks, or that is given to another role."""
+    run = start()
+    for step in range(3):
+        averaged(run, gradient(step))
+    _, state = saved_after(3)
+    other = start()
+    other.load_state_dict(state)
+    for step in (3, 4):
+        assert torch.equal(averaged(other, gradient(step)), averaged(run, gradient(step)))
+
+
+def test_a_checkpoint_of_other_ranks_is_owed_once():
+    """Catches: the residuals of another number of ranks that are dropped, or added in each step."""
+    came, state = saved_after(3)
+    state["world_size"] = 2
+    run = start()
+    run.load_state_dict(state)
+    came += averaged(run, gradient(3))
+    assert not run.owed
+    came += averaged(run, gradient(4))
+    came += all_of_it(run)
+    torch.testing.assert_close(came, sum(map(gradient, range(5))), rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_of_another_codec_is_owed():
+    """Catches: a residual that is given to a codec which keeps none, and so is dropped."""
+    came, state = saved_after(3)
+    run = start("bf16")
+    run.load_state_dict(state)
+    came += averaged(run, torch.zeros(SHAPE)) + all_of_it(run)
+    assert (came - sum(map(gradient, range(3)))).abs().max() < 0.05
+
+
+def test_a_refused_checkpoint_leaves_the_run_as_it_was():
+    """Catches: half a checkpoint of another model."""
+    came, state = saved_after(2)
+    state["gradients"]["a"]["numel"] -= 1
+    run = start()
+    came = averaged(run, gradient(0))
+    with pytest.raises(UsageError, match="'a' has 5119 elements and this model's has 5120; load"):
+        run.load_state_dict(state)
+    assert run.step == 1 and run.loaded is None
+    torch.testing.assert_close(came + all_of_it(run), gradient(0), rtol=0, atol=1e-4)
+
+
+def test_a_warm_up_goes_on_where_it_was():
+    """Catches: a resumed run that warms up twice, or not to the end."""
+    run = start(warmup_steps=3)
+    averaged(run, gradient(0))
+    _, state = saved_after(2)
+    run.load_state_dict(state)
+    assert (run.step, run.mode.current) == (2, Mode.WARMUP)
+    assert torch.equal(averaged(run, torch.zeros(SHAPE)), torch.zeros(SHAPE))
+    averaged(run, torch.zeros(SHAPE))
+    assert run.mode.current is Mode.COMPRESSED
+    _, state = saved_after(4)
+    run.load_state_dict(state)
+    assert run.mode.current is Mode.COMPRESSED
+
+
+def test_residuals_follow_the_learning_rate():
+    """Catches: a residual that is applied with another rate than the gradient it is a part of."""
+    adapter = Loop(rates={"a": 1.0})
+    run = start("momentum(ef(onebit), mu=0.5, nesterov=false)", adapter)
+    averaged(run, gradient(0))
+    before = run.state_dict()["ranks"]["0"]["a"]["residual"]
+    adapter.rates = {"a": 0.25}
+    run.begin_step()
+    assert run._rate_ratios == {"a": 4.0}
+    run.end_step()
+    adapter.rates = {"a": 0.0}
+    run.begin_step()
+    assert run.rates == {"a": 0.25} and run.state_dict()["rates"] == {"a": 0.25}
+    assert before.any()
+
+
+def test_a_bad_number_is_seen_and_nothing_of_it_stays():
+    """Catches: NaN in a residual, which every later step would send."""
+    run = start("topk(ratio=0.01)")
+    bad = gradient(0)
+    bad[3, 5] = torch.inf
+    assert averaged(run, bad).isnan().any()
+    came = averaged(run, gradient(1)) + all_of_it(run)
+    assert came.isfinite().all()
+    torch.testing.assert_close(came[3, 5], gradient(1)[3, 5], rtol=0, atol=1e-4)
+
+
+def test_a_failed_exchange_is_raised_and_its_mean_is_no_number():
+    """Catches: a gradient of one rank that is taken for the mean."""
+    run = start()
+    buffer = torch.ones(3)
+    run._note_failure(buffer, RuntimeError("rank 1 is gone"))
+    assert buffer.isnan().all()
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        run.end_step()
+
+
+def test_ranks_compare_what_decides_about_bytes():
+    """Catches: ranks that differ in a choice and exchange all the same."""
+    one, other = start("onebit"), start("int8")
+    assert {name for name, fact in one.facts().items() if other.facts()[name] != fact} == {"codecs"}
+    assert one.facts()["elements of parameters"] == [5120]
+    assert {"parameters", "dtypes of parameters", "strategies", "epoch of the plan"} < set(
+        one.facts()
+    )
+
+
+def test_replicas_are_checked_when_asked_for(monkeypatch):
+    """Catches: a check that is never made, or that compares nothing."""
+    seen = []
+    monkeypatch.setattr(replicas, "compare", lambda told, step: seen.append((told, step)))
+    adapter = Loop()
+    adapter.parameters = lambda: [("w", torch.ones(3))]
+    run = start(adapter=adapter, check_every=2)
+    for step in range(4):
+        averaged(run, gradient(step))
+    assert [step for _, step in seen] == [0, 2]
+    assert seen[0][0] == [replicas.digests(adapter.parameters())]
+
+
+def test_every_rank_that_differs_is_named():
+    """Catches: a rank that holds other parameters and is not among those named."""
+    told = [{"w": "1", "b": "1"}, {"w": "1", "b": "2"}, {"w": "1", "b": "1"}, {"w": "1", "b": "3"}]
+    replicas.compare(told[:1], 7)
+    with pytest.raises(AgreementError, match="of step 7 failed: parameter 'b' differs on ranks 1"):
+        replicas.compare(told, 7)
+
+
+def test_figures_count_what_was_sent(caplog):
+    """Catches: statistics of a session that begin with another step, or count gradients twice."""
+    with caplog.at_level(logging.INFO, "hipress"):
+        run = start(log_every=2)
+        for step in range(4):
+            averaged(run, gradient(step))
+    found = run.stats()
+    assert (found.num_steps, found.num_gradients, found.num_compressed) == (4, 1, 1)
+    assert found.gradient_bytes == 4 * 4 * 5120
+    assert found.state_bytes >= 4 * 5120
+    lines = [record.message for record in caplog.records if record.message.startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
