@@ -221,7 +221,7 @@ def _owed(session: Session, state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _is_trained(session: Session, name: str, found: Any) -> bool:
-    """Returns whether the model trains a gradient of the checkpoint with so many elements.
+    """Returns whether the model trains a gradient of the checkpoint with this size.
 
     Warns if it is no longer trained; raises if the model does not have it.
     """
