@@ -255,7 +255,7 @@ def test_a_plan_for_another_number_of_ranks_is_told(caplog):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(80, 80))
         plan = Plan(gradients={"weight": Decision(codec="int8")}, num_ranks=4)
         sync = hipress.attach(model, plan=plan)
-        assert "the plan was made for 4 ranks and 1 are here" in caplog.text
+        assert "the plan was made for 4 ranks and this job has 1" in caplog.text
         sync.engine.close()
     finally:
         torch.distributed.destroy_process_group()
