@@ -140,8 +140,7 @@ def check(file: _File, param: _Params = None) -> None:
 
 def _program(file: str) -> Program:
     """Returns the program in a file, whole or one function of it, or that of a built-in codec."""
-    from hipress.compll.build import parse_program
-    from hipress.compll.tools.half import read_any
+    from hipress.compll.build import parse_program, read_any
 
     _refuse_expression(file)
     if _is_file(file):
@@ -285,7 +284,7 @@ def _checked(program: Program, given: dict[str, int | float]) -> tuple[Bound, st
 
 
 def _try(bound: Bound) -> None:
-    from hipress.compll.tools.half import BoundHalf
+    from hipress.compll.build import BoundHalf
 
     if isinstance(bound, BoundHalf):
         bound.check()
@@ -296,9 +295,9 @@ def _try(bound: Bound) -> None:
 def _report(bound: Bound) -> list[tuple[str, str]]:
     """Returns labels and texts: parameters, what each kernel moves, the size of a frame."""
     from hipress.codecs.frame import frame_bytes
+    from hipress.compll.build import BoundHalf
     from hipress.compll.passes.cost import cost
     from hipress.compll.passes.derive import Variant
-    from hipress.compll.tools.half import BoundHalf
 
     values = dict(bound.values)
     params = [f"{p.elem} {p.name} = {values[p.name]}" for p in bound.program.params]

@@ -22,22 +22,13 @@ MAX_NUMEL = 2**32 - 1
 """Most elements of one gradient: an index fits `uint32` on the wire."""
 
 STORAGE_BITS = {
-    "f32": 32,
-    "f16": 16,
-    "bf16": 16,
-    "i64": 64,
-    "u1": 1,
-    "u2": 2,
-    "u4": 4,
-    "u8": 8,
-    "u16": 16,
-    "u32": 32,
+    **{"f32": 32, "f16": 16, "bf16": 16, "i64": 64},
+    **{f"u{bits}": bits for bits in (1, 2, 4, 8, 16, 32)},
 }
 """How an element lies in memory; `u1`, `u2` and `u4` are packed, low bits first."""
 
 PACKED = ("u1", "u2", "u4")
 RANDOM = ("uniform", "bits32")
-"""Operations that draw random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +237,6 @@ class Scatter:
     value: Expr
     array: Array
     clear: bool
-    """Whether the array starts from zero."""
     distinct: bool = False
     """Whether no two indices can be equal."""
 

@@ -162,6 +162,15 @@ class MachinePrinter(Printer):
     its operation.
     """
 
+    # A backend defines these. `int_result` writes an operation on ints of a common type as a value
+    # of its own type, `combined_by_program` a reduction's function that the program gives.
+    cast: Callable[[str, str], str]
+    constant: Callable[[Expr], str]
+    to_float: Callable[[Expr, str], str]
+    to_uint: Callable[[Expr, str], str]
+    int_result: Callable[[Expr, str, list[str], str], str]
+    combined_by_program: Callable[[Fold, str, str, Lines], str]
+
     NOT: ClassVar[str]
     SELECT: ClassVar[str]
     FLOAT: ClassVar[dict[str, str]] = {
@@ -172,22 +181,6 @@ class MachinePrinter(Printer):
         "round_bf16": "_from_bf16(_to_bf16({}))",
     }
     INT: ClassVar[dict[str, str]] = {**INFIX, **_CALLS, "sign": "_sign_i({})"}
-
-    def cast(self, text: str, machine: str) -> str:
-        raise NotImplementedError
-
-    def constant(self, e: Expr) -> str:
-        raise NotImplementedError
-
-    def to_float(self, e: Expr, arg: str) -> str:
-        raise NotImplementedError
-
-    def to_uint(self, e: Expr, arg: str) -> str:
-        raise NotImplementedError
-
-    def int_result(self, e: Expr, form: str, args: list[str], common: str) -> str:
-        """Writes an operation on ints of the type `common` as a value of the type of `e`."""
-        raise NotImplementedError
 
     def spell(self, e: Expr, args: list[str]) -> str:
         mine, theirs = machine_type(e), [machine_type(a) for a in e.args]
@@ -244,9 +237,6 @@ class MachinePrinter(Printer):
             # A NaN among the results of tiles must not get lost when they are joined.
             return f"_{f.kind}{'_nan' if f.type == 'float' else ''}({a}, {b})"
         return self.combined_by_program(f, a, b, out)
-
-    def combined_by_program(self, f: Fold, a: str, b: str, out: Lines) -> str:
-        raise NotImplementedError
 
 
 def host_values(roots: Iterable[Expr]) -> list[Expr]:

@@ -139,16 +139,10 @@ def evaluate(
     states: Sequence[ArrayValue] = (),
     payload: Sequence[Part] | None = None,
 ) -> Evaluated:
-    """Evaluates `function` with symbolic arguments, into `draft`.
+    """Evaluates `function` with symbolic arguments; `draft` collects barriers and requirements.
 
-    Args:
-        source: The file it stands in, for messages and param blocks.
-        function: An encode or a decode function.
-        draft: Where barriers and requirements are collected.
-        params: Value of every integer parameter (float ones stay symbolic).
-        gradient: For encode: what it reads.
-        states: For encode: its `inout` arrays.
-        payload: For decode: what `extract` gives; None while only encode is known.
+    `params` gives every integer parameter a value (float ones stay symbolic). Encode reads
+    `gradient` and `states`, decode `payload` (None while its encode function is not known).
     """
     checker = _Checker(source, draft, dict(params))
     roles = signature(source, function)

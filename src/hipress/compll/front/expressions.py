@@ -333,29 +333,26 @@ class Expressions:
         Every statement is evaluated once, also after an `if` that returns: work grows with the
         length of the text, not with the number of ways through it.
         """
-        with self.nested(body):
-            return self._outcome_of(body, env, top)
-
-    def _outcome_of(self, body: Sequence[ast.Statement], env: Env, top: Env) -> tuple[Expr, Expr]:
         g = self.graph
         done, result = g.const(False), g.const(0)
-        for s in body:
-            if isinstance(s, ast.Return):
-                if s.value is None:
-                    self.fail(s, "a lambda returns a value")
-                returns, value = g.const(True), self.scalar(s.value, env)
-            elif isinstance(s, ast.If):
-                returns, value = self._branch(s, env, top)
-            else:
-                self._inner_statement(s, env, top)
-                continue
-            if done is g.const(False):
-                result = value
-            else:
-                result = g.select(done, *self.same(result, value))
-            done = g.logic("lor", done, returns)
-            if done is g.const(True):
-                break
+        with self.nested(body):
+            for s in body:
+                if isinstance(s, ast.Return):
+                    if s.value is None:
+                        self.fail(s, "a lambda returns a value")
+                    returns, value = g.const(True), self.scalar(s.value, env)
+                elif isinstance(s, ast.If):
+                    returns, value = self._branch(s, env, top)
+                else:
+                    self._inner_statement(s, env, top)
+                    continue
+                if done is g.const(False):
+                    result = value
+                else:
+                    result = g.select(done, *self.same(result, value))
+                done = g.logic("lor", done, returns)
+                if done is g.const(True):
+                    break
         return done, result
 
     def _branch(self, s: ast.If, env: Env, top: Env) -> tuple[Expr, Expr]:

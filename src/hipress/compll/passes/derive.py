@@ -58,13 +58,9 @@ class Pair:
 def encode_kernel(
     pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", variant: Variant = PLAIN
 ) -> Kernel:
-    """Returns the kernel that turns a gradient into a payload body.
+    """Returns the kernel that turns a gradient of `f32`, `f16` or `bf16` into a payload body.
 
-    Args:
-        pair: The program.
-        params: Value of every integer parameter.
-        dtype: Storage of the gradient: `f32`, `f16` or `bf16`.
-        variant: Wrappers to fuse in.
+    `params` gives every integer parameter a value; the wrappers of `variant` are fused in.
     """
     try:
         return _encode_kernel(pair, params, dtype, variant, fuse=True)
@@ -348,9 +344,8 @@ def _received(
     roles = check.signature(source, function)
     aside = Draft(g)
     x = Stored(aside, Array("x", "f32", g.n), FLOAT)
-    states = [
-        Stored(aside, Array(f"state{k}", "f32", g.n), FLOAT) for k in range(len(roles.states))
-    ]
+    arrays = [Array(f"state{k}", "f32", g.n) for k in range(len(roles.states))]
+    states = [Stored(aside, array, FLOAT) for array in arrays]
     result = check.evaluate(source, function, aside, params=params, gradient=x, states=states)
     parts = []
     for k, part in enumerate(result.parts):

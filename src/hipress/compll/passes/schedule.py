@@ -24,10 +24,8 @@ class NotFusable(Exception):
 def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> tuple[ir.Pass, ...]:
     """Returns the passes of a kernel in order; raises `NotFusable` if states do not fit in.
 
-    Args:
-        draft: What has to be written.
-        nonfinite: The reduction that looks for NaN and infinities; it joins any pass.
-        states: Arrays that are read and written: their old values must last until all is read.
+    `nonfinite` joins any pass. `states` are arrays that are read and written: their old values
+    must last until all is read.
     """
     return _Scheduler(draft, set(states)).run(nonfinite)
 

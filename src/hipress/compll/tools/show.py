@@ -89,25 +89,12 @@ def show_passes(kernels: Sequence[Kernel]) -> str:
     return "\n".join(_Printer(kernel).text() for kernel in kernels)
 
 
-_BINARY = {
-    "lor": ("||", 2),
-    "land": ("&&", 3),
-    "or": ("|", 4),
-    "xor": ("^", 5),
-    "and": ("&", 6),
-    "eq": ("==", 7),
-    "ne": ("!=", 7),
-    "lt": ("<", 8),
-    "le": ("<=", 8),
-    "shl": ("<<", 9),
-    "shr": (">>", 9),
-    "add": ("+", 10),
-    "sub": ("-", 10),
-    "mul": ("*", 11),
-    "div": ("/", 11),
-    "idiv": ("/", 11),
-    "imod": ("%", 11),
-}
+_LEVELS: tuple[dict[str, str], ...] = (
+    *({"lor": "||"}, {"land": "&&"}, {"or": "|"}, {"xor": "^"}, {"and": "&"}),
+    *({"eq": "==", "ne": "!="}, {"lt": "<", "le": "<="}, {"shl": "<<", "shr": ">>"}),
+    *({"add": "+", "sub": "-"}, {"mul": "*", "div": "/", "idiv": "/", "imod": "%"}),
+)
+_BINARY = {op: (sign, k) for k, level in enumerate(_LEVELS, 2) for op, sign in level.items()}
 _UNARY = {"neg": "-", "not": "!", "inv": "~"}
 _LEAVES = {"n": "n", "idx": "i", "lidx": "j", "bnum": "b", "bstart": "start", "blen": "m"}
 _TERNARY, _PREFIX, _ATOM = 1, 12, 13

@@ -163,7 +163,7 @@ class KernelPrinter(MachinePrinter):
         """Prints a name for an array inside the payload or the scratch memory."""
         if array.name not in self.memory:
             pool = "W" if array.name.startswith("temp") else "body"
-            self.carve(array.name, pool, DTYPES.get(array.storage), out)
+            self.carve(array.name, pool, array.storage, out)
 
     def partial(self, f: Fold, tile: int) -> str:
         """Returns the name of new memory for a reduction's results, one per tile."""
@@ -175,10 +175,6 @@ class KernelPrinter(MachinePrinter):
         self.records.append(Record(f"record{len(self.records)}", storage, capacity))
         return self.records[-1]
 
-    def view_record(self, record: Record, out: Lines) -> None:
-        """Prints the name of that memory."""
-        self.carve(record.name, "W", DTYPES.get(record.storage), out)
-
     def ranges(self) -> str:
         """Returns entries of I: the first tile of each range, then how many each range took."""
         first = self.slots.ints.setdefault(("range", 0), len(self.slots.ints))
@@ -186,10 +182,10 @@ class KernelPrinter(MachinePrinter):
             self.slots.int(("range", k))
         return f"I[{first} : {first + 2 * MAX_RANGES}]"
 
-    def carve(self, name: str, pool: str, dtype: str | None, out: Lines) -> None:
+    def carve(self, name: str, pool: str, storage: str, out: Lines) -> None:
         """Prints a view of a piece of the payload or the scratch memory."""
         start, size = self.slots.int(("at", name)), self.slots.int(("bytes", name))
-        view = f".view({dtype})" if dtype else ""
+        view = f".view({DTYPES[storage]})" if storage in DTYPES else ""
         out(f"{name} = {pool}[{start} : {start} + {size}]{view}")
 
     # Functions.

@@ -25,13 +25,8 @@ from hipress.compll.passes.derive import RHO
 from hipress.errors import BackendError
 
 POINTEES = {
-    "f32": "tl.float32",
-    "f16": "tl.float16",
-    "bf16": "tl.uint16",
-    "i64": "tl.int64",
-    "u8": "tl.uint8",
-    "u16": "tl.uint16",
-    "u32": "tl.uint32",
+    **{"f32": "tl.float32", "f16": "tl.float16", "bf16": "tl.uint16", "i64": "tl.int64"},
+    **{f"u{bits}": f"tl.uint{bits}" for bits in (8, 16, 32)},
 }
 """What a pointer to a storage points at."""
 
