@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import hipress
+from hipress.compll.backends.cpu import prelude as cpu_prelude
 from hipress.compll.build import import_source
 from hipress.errors import UsageError
 from tests.compll.harness import bound, run
@@ -141,3 +142,18 @@ def test_the_longest_name_works() -> None:
     program = bound(text.replace("XDecode", f"{name}Decode"), {"k": 1, "t": 3.0})
     for backend in ("reference", "cpu"):
         assert run(program, backend, np.ones(5, np.float32), add=False).decoded[0] == 3.0
+
+
+def test_float16_without_an_instruction_of_the_processor() -> None:
+    """Catches: rounding that differs from machines with the instruction."""
+    rng = np.random.default_rng(0)
+    bits = np.concatenate([rng.integers(0, 2**32, 999), rng.integers(0x33000000, 0x47900000, 999)])
+    values = bits.astype(np.uint32).view(np.float32)
+    edges = [0.0, -0.0, 65504, 65519.996, 65520, 2**-24, 2**-25, 1 + 2**-11, 1 + 3 * 2**-11, np.inf]
+    values = np.concatenate([values[~np.isnan(values)], np.array(edges, np.float32)])
+    with np.errstate(over="ignore"):
+        wanted = values.astype(np.float16)
+        made = [cpu_prelude._to_f16_bits(value) for value in values]
+        back = [cpu_prelude._from_f16_bits(code) for code in made]
+    assert np.array_equal(np.array(made, np.uint16), wanted.view(np.uint16))
+    assert np.array_equal(np.array(back), wanted.astype(np.float32))

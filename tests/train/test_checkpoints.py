@@ -1,12 +1,14 @@
 """A checkpoint is complete or not there; what is no checkpoint of this job is refused."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hipress.errors import UsageError
 from hipress.train import checkpoints
+from hipress.train.batches import Sampler
 
 
 def test_there_and_back(tmp_path):
@@ -55,3 +57,65 @@ def test_a_folder_that_cannot_be(tmp_path):
         checkpoints.check_folder(tmp_path / "file", resumes=False)
     checkpoints.check_folder(tmp_path / "new" / "deep", resumes=False)
     assert os.listdir(tmp_path / "new" / "deep") == []
+
+
+def job(folder, num_ranks, step=0, rate=0.1):
+    """As much of a job as a checkpoint needs; its ranks are one process."""
+    model = torch.nn.Linear(2, 1)
+    config = SimpleNamespace(
+        checkpoint=folder, steps=None, **dict.fromkeys(checkpoints.IDENTITY, "same")
+    )
+    return SimpleNamespace(
+        config=config,
+        data=SimpleNamespace(sizes={}),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9),
+        scaler=None,
+        sync=SimpleNamespace(enabled=False),
+        sampler=Sampler(num_examples=103, batch=5, rank=0, num_ranks=num_ranks, seed=0),
+        ranks=SimpleNamespace(
+            by_first=lambda write: write(),
+            jointly=lambda what, load: load(),
+            gather=lambda mine: [tuple(mine.tolist())],
+        ),
+        rank=0,
+        num_ranks=num_ranks,
+        num_steps=100,
+        step=step,
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "step"), [(4, 7), (2, 14), (1, 28)])
+def test_a_run_goes_on_at_the_same_example(tmp_path, num_ranks, step):
+    """Catches: examples that another number of ranks trains on twice, or not at all."""
+    checkpoints.save(job(tmp_path, 4, step=7))
+    resumed = job(tmp_path, num_ranks)
+    assert checkpoints.resume(resumed) == step
+    first = resumed.sampler.indices(step)[0]
+    assert first == job(tmp_path, 4).sampler.indices(7)[0]
+
+
+def test_the_options_are_those_of_the_job_and_the_state_that_of_the_checkpoint(tmp_path):
+    """Catches: a resumed run that ignores a new --lr, or begins without momentum."""
+    saved = job(tmp_path, 2, step=3)
+    saved.model(torch.ones(1, 2)).sum().backward()
+    saved.optimizer.step()
+    checkpoints.save(saved)
+    resumed = job(tmp_path, 2, rate=0.01)
+    checkpoints.resume(resumed)
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.01]
+    assert torch.equal(resumed.model.weight, saved.model.weight)
+    held = [state["momentum_buffer"] for state in resumed.optimizer.state.values()]
+    assert len(held) == 2 and all(bool(one.any()) for one in held)
+
+
+def test_parameters_that_are_no_numbers_are_not_saved(tmp_path):
+    """Catches: a good checkpoint that is replaced by one from which nothing can go on."""
+    broken = job(tmp_path, 2)
+    seen = []
+    broken.check_finite = lambda what, value: seen.append(what) or 1 / 0
+    with torch.no_grad():
+        broken.model.weight.fill_(torch.nan)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.save(broken)
+    assert seen == ["norm of the parameters"] and os.listdir(tmp_path) == []
