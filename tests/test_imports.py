@@ -29,6 +29,7 @@ MEMBERS = {
         "profile",
         "settings",
         "timeline",
+        "units",
         "version",
     },
     "doors": {"torch", "tensorflow", "keras", "jax", "mxnet"},
@@ -297,6 +298,50 @@ def run_fresh(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
+
+
+def import_cycle(sources: dict[str, str]) -> list[str]:
+    """Return the modules of a cycle of imports that happen when modules are loaded; empty if none.
+
+    Imports inside functions and for type checkers only are not among them.
+    """
+    edges = {
+        module: {
+            target
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for _, target in imported_modules(node, set(sources))
+            if target in sources
+        }
+        for module, source in sources.items()
+    }
+    done: set[str] = set()
+
+    def search(path: list[str]) -> list[str]:
+        for target in sorted(edges[path[-1]] - done):
+            if target in path:
+                return [*path[path.index(target) :], target]
+            if found := search([*path, target]):
+                return found
+        done.add(path[-1])
+        return []
+
+    return next(filter(None, (search([module]) for module in sorted(sources))), [])
+
+
+def test_imports_have_no_cycle():
+    """Catches: a module that can only be imported after another one."""
+    assert import_cycle(package_sources()) == []
+
+
+def test_the_check_of_cycles_can_fail():
+    sources = {
+        "hipress.a": "from hipress.b import x",
+        "hipress.b": "from hipress import c",
+        "hipress.c": "import hipress.a",
+        "hipress.d": "def f():\n    import hipress.d",
+    }
+    assert import_cycle(sources) == ["hipress.a", "hipress.b", "hipress.c", "hipress.a"]
 
 
 def lazy_packages_loaded_by(statement: str) -> set[str]:

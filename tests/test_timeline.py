@@ -26,7 +26,7 @@ from tests.traces import check_trace, summary
 
 
 def event(queue, start_ns, end_ns, verb="task", **others):
-    given = {"name": "w", "piece": 0} | others
+    given = {"name": "w", "chunk": 0} | others
     return Event(verb=verb, queue=queue, start_ns=start_ns, end_ns=end_ns, **given)
 
 
@@ -86,7 +86,7 @@ events_of_any_kind = st.builds(
     Event,
     verb=names,
     name=names,
-    piece=st.integers(-1, 2**40),
+    chunk=st.integers(-1, 2**40),
     queue=st.sampled_from(QUEUES) | names,
     start_ns=st.integers(0, 2**63),
     end_ns=st.integers(0, 2**63),
@@ -248,17 +248,17 @@ def test_what_is_told_of_an_event():
         [
             rank(
                 0,
-                event("compute", 0, 5, "encode", name="w1", piece=3, label="a.weight[0:8]"),
-                event("send", 5, 9, "send", name="w1", piece=3, wire_bytes=0),
-                event(MODEL, 0, 9, "backward", piece=7, name=""),
-                event(BUCKETS, 4, 4, "ready", name="bucket 2", piece=2, label="a.weight, a.bias"),
+                event("compute", 0, 5, "encode", name="w1", chunk=3, label="a.weight[0:8]"),
+                event("send", 5, 9, "send", name="w1", chunk=3, wire_bytes=0),
+                event(MODEL, 0, 9, "backward", chunk=7, name=""),
+                event(BUCKETS, 4, 4, "ready", name="bucket 2", chunk=2, label="a.weight, a.bias"),
             )
         ]
     )
     (encode,), (send,) = of_kind(trace, "X", name="encode"), of_kind(trace, "X", name="send")
     assert encode["cat"] == "encode"
-    assert encode["args"] == {"gradient": "a.weight[0:8]", "piece": 3, "synchronisation": "w1"}
-    assert send["args"] == {"piece": 3, "synchronisation": "w1", "bytes": 0}
+    assert encode["args"] == {"gradient": "a.weight[0:8]", "chunk": 3, "synchronisation": "w1"}
+    assert send["args"] == {"chunk": 3, "synchronisation": "w1", "bytes": 0}
     (backward,) = of_kind(trace, "X", name="backward")
     assert backward["args"] == {"step": 7}
     (ready,) = of_kind(trace, "i")

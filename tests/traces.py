@@ -41,8 +41,8 @@ def summary(trace: Mapping[str, Any]) -> list[Summary]:
     """Return where the time of each rank of a trace went; the trace may come from a file.
 
     Example:
-        >>> a = Event(verb="backward", name="", piece=0, queue=MODEL, start_ns=0, end_ns=10**9)
-        >>> b = Event(verb="send", name="", piece=1, queue="send", start_ns=0, end_ns=2 * 10**9)
+        >>> a = Event(verb="backward", name="", chunk=0, queue=MODEL, start_ns=0, end_ns=10**9)
+        >>> b = Event(verb="send", name="", chunk=1, queue="send", start_ns=0, end_ns=2 * 10**9)
         >>> from hipress.timeline import RankTrace, chrome_trace
         >>> summary(chrome_trace([RankTrace(rank=0, host="a", events=(a, b))]))[0].hidden_s
         1.0
@@ -59,7 +59,7 @@ def summary(trace: Mapping[str, Any]) -> list[Summary]:
             start_ns, queue = _ns(event["ts"]), queues[event["tid"]]
             end_ns = start_ns + _ns(event["dur"])
             found = {"verb": event["cat"], "queue": queue, "start_ns": start_ns, "end_ns": end_ns}
-            events.append(Event(name="", piece=0, **found))
+            events.append(Event(name="", chunk=0, **found))
     return [_summary(rank, events) for rank, events in sorted(ranks.items())]
 
 

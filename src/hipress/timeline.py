@@ -44,8 +44,8 @@ class Event:
     verb: str
     name: str
     """Name of the synchronisation; empty if it has none."""
-    piece: int
-    """Index of the partition; for the model the step, for a bucket its index."""
+    chunk: int
+    """Index of the chunk; for the model the step, for a bucket its index."""
     queue: str
     """Where the task ran: one of `QUEUES`."""
     start_ns: int
@@ -61,7 +61,7 @@ class RankTrace:
     """The events that one rank recorded.
 
     Example:
-        >>> event = Event(verb="encode", name="", piece=0, queue="compute", start_ns=5, end_ns=8)
+        >>> event = Event(verb="encode", name="", chunk=0, queue="compute", start_ns=5, end_ns=8)
         >>> one = RankTrace(rank=1, host="b", events=(event,), offset_ns=-3, error_ns=1)
         >>> RankTrace.from_bytes(one.to_bytes()) == one
         True
@@ -128,8 +128,8 @@ def overlap_s(events: Iterable[Event]) -> float:
     Events of the model and of buckets do not count.
 
     Example:
-        >>> a = Event(verb="encode", name="", piece=0, queue="compute", start_ns=0, end_ns=10**9)
-        >>> b = Event(verb="recv", name="", piece=1, queue="recv", start_ns=5 * 10**8, end_ns=10**9)
+        >>> a = Event(verb="encode", name="", chunk=0, queue="compute", start_ns=0, end_ns=10**9)
+        >>> b = Event(verb="recv", name="", chunk=1, queue="recv", start_ns=5 * 10**8, end_ns=10**9)
         >>> overlap_s([a, b])
         0.5
     """
@@ -165,7 +165,7 @@ def chrome_trace(ranks: Sequence[RankTrace]) -> dict[str, Any]:
     """Return a trace of all ranks on rank 0's clock, ready for JSON; time 0 is the first event.
 
     Example:
-        >>> event = Event(verb="encode", name="", piece=2, queue="compute", start_ns=5, end_ns=1505)
+        >>> event = Event(verb="encode", name="", chunk=2, queue="compute", start_ns=5, end_ns=1505)
         >>> trace = chrome_trace([RankTrace(rank=0, host="a", events=(event,))])
         >>> trace["traceEvents"][-1]["name"], trace["traceEvents"][-1]["dur"]
         ('encode', 1.5)
@@ -222,11 +222,11 @@ def _drawn(event: Event, at: Mapping[str, int], shift_ns: int) -> dict[str, Any]
     args: dict[str, Any] = {"gradient": event.label} if event.label else {}
     name = event.verb
     if event.queue == MODEL:
-        args = {"step": event.piece} | ({"note": event.label} if event.label else {})
+        args = {"step": event.chunk} | ({"note": event.label} if event.label else {})
     elif event.queue == BUCKETS:
         name = f"{event.name} {event.verb}"
     else:
-        args |= {"piece": event.piece, "synchronisation": event.name}
+        args |= {"chunk": event.chunk, "synchronisation": event.name}
     if event.wire_bytes is not None:
         args["bytes"] = event.wire_bytes
     shape: dict[str, Any] = {"ph": "i", "s": "t"}

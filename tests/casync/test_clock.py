@@ -7,7 +7,8 @@ import time
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from hipress.casync.ranks import clock
+from hipress.casync.ranks import agreement
+from hipress.casync.ranks.agreement import Agreement
 from hipress.errors import PeerError
 from tests.grid import full
 
@@ -40,6 +41,10 @@ def on_ranks(num_ranks, work, *, absent=()):
     return found
 
 
+def offset(store, rank, num_ranks, *, timeout_s=60.0, **options):
+    return Agreement(store, rank, num_ranks, timeout_s).clock_offset(**options)
+
+
 def skewed(rank):
     return lambda: time.perf_counter_ns() + SKEWS_NS[rank]
 
@@ -54,14 +59,14 @@ def check_offsets(found, most_error_ns):
 
 
 def test_examples_run():
-    result = doctest.testmod(clock)
+    result = doctest.testmod(agreement)
     assert result.attempted >= 2 and result.failed == 0
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_offset_is_right_within_its_bound(num_ranks):
     store = HashStore()
-    found = on_ranks(num_ranks, lambda r: clock.offset(store, r, num_ranks, clock=skewed(r)))
+    found = on_ranks(num_ranks, lambda r: offset(store, r, num_ranks, clock=skewed(r)))
     check_offsets(found, 50e6)
 
 
@@ -72,7 +77,7 @@ def test_through_a_real_store():
     def work(rank):
         mine = first if rank == 0 else TCPStore("127.0.0.1", first.port, is_master=False)
         store = PrefixStore("engine", mine)
-        return [clock.offset(store, rank, 4, clock=skewed(rank)) for _ in range(3)]
+        return [offset(store, rank, 4, clock=skewed(rank)) for _ in range(3)]
 
     found = on_ranks(4, work)
     for error in found.values():
@@ -86,7 +91,7 @@ def test_through_a_real_store():
 def test_nothing_is_left_but_the_count_of_calls():
     store = HashStore()
     for _ in range(3):
-        on_ranks(3, lambda r: clock.offset(store, r, 3, rounds=2))
+        on_ranks(3, lambda r: offset(store, r, 3, rounds=2))
         # HashStore has no list of keys.
         assert store.num_keys() == 3
     assert [store.add(f"clock/calls/{rank}", 0) for rank in range(3)] == [3, 3, 3]
@@ -94,7 +99,7 @@ def test_nothing_is_left_but_the_count_of_calls():
 
 def test_one_rank_asks_nobody():
     store = HashStore()
-    assert clock.offset(store, 0, 1) == (0, 0)
+    assert offset(store, 0, 1) == (0, 0)
     assert store.num_keys() == 0
 
 
@@ -125,7 +130,7 @@ def test_the_bound_holds_where_one_way_takes_all_the_time():
     }
     found = on_ranks(
         3,
-        lambda r: clock.offset(slow.get(r, store), r, 3, rounds=3, clock=skewed(r)),
+        lambda r: offset(slow.get(r, store), r, 3, rounds=3, clock=skewed(r)),
     )
     check_offsets(found, 40e6)
     for rank, sign in ((1, 1), (2, -1)):
@@ -140,7 +145,7 @@ def test_the_quickest_round_counts():
     quick = Slow(store, set_s=lambda key: 0 if "/3/ask" in key else 0.03 * ("ask" in key))
     found = on_ranks(
         2,
-        lambda r: clock.offset(quick if r else store, r, 2, rounds=4, clock=skewed(r)),
+        lambda r: offset(quick if r else store, r, 2, rounds=4, clock=skewed(r)),
     )
     check_offsets(found, 12e6)
 
@@ -151,7 +156,7 @@ def test_the_wait_for_ones_turn_is_not_measured():
     slow = Slow(store, set_s=lambda key: 0.05 * ("ask" in key))
     found = on_ranks(
         3,
-        lambda r: clock.offset(slow if r == 1 else store, r, 3, rounds=1, clock=skewed(r)),
+        lambda r: offset(slow if r == 1 else store, r, 3, rounds=1, clock=skewed(r)),
     )
     assert found[2][1] < 25e6 <= found[1][1]
     check_offsets(found, 60e6)
@@ -168,10 +173,10 @@ def test_the_wait_for_ones_turn_is_not_measured():
     ],
 )
 def test_who_never_comes_is_named_on_all_ranks(absent, monkeypatch):
-    monkeypatch.setattr(clock, "GRACE_S", 0.5)
+    monkeypatch.setattr(agreement, "GRACE_S", 0.5)
     store = HashStore()
     began = time.monotonic()
-    found = on_ranks(4, lambda r: clock.offset(store, r, 4, rounds=2, timeout_s=0.5), absent=absent)
+    found = on_ranks(4, lambda r: offset(store, r, 4, rounds=2, timeout_s=0.5), absent=absent)
     assert 0.4 < time.monotonic() - began < 5
     assert len(found) == 4 - len(absent)
     names = ", ".join(map(str, absent))
@@ -193,7 +198,7 @@ def test_who_goes_in_the_middle_is_named():
 
     found = on_ranks(
         4,
-        lambda r: clock.offset(Gone(store) if r == 2 else store, r, 4, rounds=3, timeout_s=0.5),
+        lambda r: offset(Gone(store) if r == 2 else store, r, 4, rounds=3, timeout_s=0.5),
     )
     assert isinstance(found.pop(2), ZeroDivisionError)
     assert {error.ranks for error in found.values()} == {(2,)}
@@ -201,13 +206,13 @@ def test_who_goes_in_the_middle_is_named():
 
 def test_a_call_after_one_that_failed_meets_nothing_of_it():
     store = HashStore()
-    late = on_ranks(3, lambda r: clock.offset(store, r, 3, timeout_s=0.3), absent=(2,))
+    late = on_ranks(3, lambda r: offset(store, r, 3, timeout_s=0.3), absent=(2,))
     assert {error.ranks for error in late.values()} == {(2,)}
     # The rank that was missing hears of it, then all are together again.
     with pytest.raises(PeerError) as found:
-        clock.offset(store, 2, 3, timeout_s=0.3)
+        offset(store, 2, 3, timeout_s=0.3)
     assert found.value.ranks == (2,)
-    check_offsets(on_ranks(3, lambda r: clock.offset(store, r, 3, clock=skewed(r))), 50e6)
+    check_offsets(on_ranks(3, lambda r: offset(store, r, 3, clock=skewed(r))), 50e6)
 
 
 def test_a_store_that_is_gone_is_no_raw_error():
@@ -216,5 +221,5 @@ def test_a_store_that_is_gone_is_no_raw_error():
             raise RuntimeError("connection reset\nat line 5")
 
     with pytest.raises(PeerError, match=r"lost the store .*\(connection reset\)") as found:
-        clock.offset(Broken(HashStore()), 1, 2)
+        offset(Broken(HashStore()), 1, 2)
     assert found.value.ranks == (0,)

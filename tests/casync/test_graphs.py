@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hipress.casync.graphs import lowering, partitions
 from hipress.casync.graphs.graph import COMPUTING, Kind, Verb
-from hipress.casync.graphs.strategies import STRATEGIES, Cluster, build, candidates, get
+from hipress.casync.graphs.strategies import STRATEGIES, Cluster, candidates, get
 from hipress.errors import UsageError
 from tests.casync import strict
 
@@ -26,7 +26,7 @@ CASES = [(name, False) for name in STRATEGIES] + [("ring", True)]
 
 def graphs_of(strategy, hosts, routes, *, codes_local=False, raw=False, **options):
     cluster = Cluster(hosts=tuple(hosts), codes_local=codes_local)
-    built = [build(strategy, cluster, rank, routes) for rank in range(len(hosts))]
+    built = [get(strategy).build(cluster, rank, routes) for rank in range(len(hosts))]
     return built if raw else [lowering.lower(graph, **options) for graph in built]
 
 
@@ -166,7 +166,7 @@ def test_fusing_leaves_one_merge_per_piece_and_aggregator():
 
 def test_an_unknown_strategy_is_refused_with_a_hint():
     with pytest.raises(UsageError, match="'rong' .did you mean 'ring'.*is none of ps, ring"):
-        build("rong", Cluster(hosts=(0,)), 0, [0])
+        get("rong")
 
 
 # --- the strict transport can fail ----------------------------------------------------------------
@@ -503,7 +503,7 @@ def test_one_large_gradient_occupies_every_route():
 
 def test_pipelining_off_is_off_without_tags_too():
     cluster = Cluster(hosts=(0, 1))
-    graph = build("ps", cluster, 0, list(range(6)))
+    graph = get("ps").build(cluster, 0, list(range(6)))
     on, off = (lowering.lower(graph, ordered=True, pipelined=p) for p in (True, False))
     assert on != off
     verbs = [task.verb for task in off.tasks]

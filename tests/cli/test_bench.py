@@ -15,8 +15,7 @@ import hipress
 from hipress.bench import codecs as codec_rows
 from hipress.bench.machine import available_memory_bytes
 from hipress.cli.main import main
-from hipress.cli.options import parse_size, split_expressions
-from hipress.errors import UsageError
+from hipress.cli.options import split_expressions
 
 SIZE_BYTES = 40_004  # 10,001 floats: no multiple of a block or of 8
 
@@ -129,29 +128,6 @@ def test_a_file_that_cannot_be_written_costs_no_run(
         assert bench("--json", str(path)) == 2
         err = capsys.readouterr().err
         assert err.startswith(f"hipress: cannot write {str(path)!r}: ") and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("text", ["", "many", "0", "3", "4XB", "-1MB", "1e999MB", "nan"])
-def test_bad_size_names_the_value_and_the_choices(text: str) -> None:
-    with pytest.raises(UsageError, match="write e.g. 100MB") as caught:
-        parse_size(text)
-    assert repr(text) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("100MB", 10**8),
-        ("100 mb", 10**8),
-        ("4MiB", 4 * 2**20),
-        ("25e6", 25_000_000),
-        ("1.5GB", 1_500_000_000),
-        ("64KiB", 65536),
-        ("4", 4),
-    ],
-)
-def test_sizes(text: str, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
 
 
 def test_commas_inside_brackets_do_not_split() -> None:

@@ -172,8 +172,8 @@ def test_ranks_reach_what_virtual_workers_reach(capsys: pytest.CaptureFixture[st
         assert row.keys() > other.keys()
         assert row["curve_steps"] == other["curve_steps"]
         assert [curve[0] for curve in row["curves"]] == [curve[0] for curve in other["curves"]]
-        # Rounding may move an image or two of 597; pieces of a gradient have thresholds of their
-        # own in dgc.
+        # Rounding may move an image or two of 597; in dgc each partition has a threshold of its
+        # own.
         tolerance = 3.0 if row["codec"].startswith("dgc") else 0.4
         assert row["accuracies"] == pytest.approx(other["accuracies"], abs=tolerance)
         assert row["accuracy"] > 20  # a guess is 10

@@ -65,7 +65,7 @@ def test_without_links_it_says_so_and_ends_well(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (["--codec", "onebitt"], "Did you mean 'onebit'?"),
+        (["--codec", "onebitt"], "did you mean 'onebit'?"),
         (["--rate", "fast"], "'fast'"),
         (["--plot", "x.pdf"], "--plot 'x.pdf' is not a PNG file; give a name that ends in .png."),
         (["--plot", "no/such/x.png"], "is in a folder that does not exist; give another."),

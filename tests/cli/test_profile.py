@@ -123,8 +123,9 @@ def test_inside_a_job_there_is_no_timeout(monkeypatch, capsys):
 def test_only_rank_0_of_a_job_tries_the_file(rank, num_checks, monkeypatch, tmp_path):
     """Catches: a rank that takes away what another has just made."""
     tried = []
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    started = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(profile_command.ui, "check_writable", lambda path, _: tried.append(path))
     monkeypatch.setattr(profile_command, "_in_job", lambda config: None)
     assert profile("--codecs", "none", "-o", str(tmp_path / "p.json")) == 0
@@ -158,7 +159,7 @@ def test_all_ranks_run_the_same_number_of_forwards(monkeypatch):
             engine = SimpleNamespace(
                 transport=SimpleNamespace(rank=rank),
                 device=torch.device("cpu"),
-                agree=lambda what, facts, told: [told],
+                agree=lambda what, facts, share: [share],
                 gather=lambda text: [text],
             )
             found.append(profile_bench._model(told, engine, lambda: None))

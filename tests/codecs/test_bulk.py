@@ -10,8 +10,8 @@ import torch
 
 import hipress
 from hipress.codecs import frame
-from hipress.codecs.wrappers import Feedback
 from hipress.errors import FrameError, UsageError
+from tests.codecs.generic import Feedback
 
 NUMELS = (100, 7, 1, 4096, 5001)
 CODECS = ("none", "int8", "onebit", "terngrad", "dithering", "topk", "randomk", "dgc")
@@ -75,7 +75,7 @@ def test_one_bad_number_flags_the_frame():
 @pytest.mark.parametrize(
     "numels, why",
     [
-        ([], "bulk of 0 gradients; it takes 1 to 1048576."),
+        ([], "bulk was given 0 gradients; it takes 1 to 1048576."),
         ([10, 0, 4096], "numels[1] is 0; each gradient must have at least one element"),
         (5, "bulk was given a int; it takes the number of elements of each gradient"),
         (torch.tensor([5]), "bulk was given a Tensor; it takes the number of elements"),
@@ -159,9 +159,9 @@ def test_a_merge_takes_frames_a_codec_a_number_and_a_state():
         ((5, codec, 100, state), "merge was given one int as payloads; it takes a list"),
         (([payload], "onebit", 100, state), f"a str as worker; it takes the codec .*{order}"),
         (([payload], 100, state), f"a int as worker; it takes the codec .*{order}"),
-        (([payload], codec, state), f"a state where the number of elements stands: {order}"),
+        (([payload], codec, state), f"a state in place of the number of elements; call {order}"),
         (([payload], codec, 1.5, state), "the number of elements is 1.5; it must be a whole"),
-        (([payload], codec, 5000, state), "frame 0 has 112 bytes on cpu; of numel=5000 elements"),
+        (([payload], codec, 5000, state), "frame 0 has 112 bytes on cpu; for numel=5000 elements"),
         (([payload], codec, 101, state), "frame 0 does not hold numel=101 elements"),
         (([payload], codec, 100), f"onebit keeps state; .* pass it: c.{order}"),
     )

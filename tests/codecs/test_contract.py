@@ -18,7 +18,6 @@ import torch
 
 import hipress
 from hipress.codecs import Codec, tensors
-from hipress.codecs.wrappers import Feedback, Momentum
 from hipress.compll.ir import MAX_NUMEL
 from hipress.errors import BackendError, FrameError, HipressError, UsageError
 from tests.codecs.cases import (
@@ -40,6 +39,7 @@ from tests.codecs.cases import (
     gaussian,
     ulps,
 )
+from tests.codecs.generic import Feedback, Momentum
 from tests.grid import thinned
 
 FEW_ULPS = 16
@@ -948,7 +948,7 @@ def test_decode_add_without_out() -> None:
 @pytest.mark.parametrize("n", [-1, MAX_NUMEL + 1])
 def test_wire_bytes_out_of_range(n: int) -> None:
     assert refused(UsageError, lambda: hipress.codec("onebit").wire_bytes(n)) == (
-        f"a gradient of {n} elements; a codec takes 0 to {MAX_NUMEL}."
+        f"the gradient has {n} elements; a codec takes 0 to {MAX_NUMEL}."
     )
 
 

@@ -186,7 +186,7 @@ def test_broken_packages_say_so_and_break_no_other(tmp_path: Path) -> None:
     for name, (_, sentence) in BROKEN.items():
         assert found["broken"][name] == [f"UsageError: {sentence}"] * 2
     assert found["inside"] == f"UsageError: {BROKEN['wrong'][1]}"
-    assert found["unknown"].endswith("Did you mean 'maxsign'?")
+    assert "did you mean 'maxsign'?" in found["unknown"]
     assert found["good"] == [True, True, True, True]
     assert set(found["names"]) >= {*BUILT_IN, "maxsign"}
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hipress.codecs import codec
-from hipress.codecs.wrappers import Feedback, Momentum
 from hipress.errors import FrameError, HipressError, UsageError
+from tests.codecs.generic import Feedback, Momentum
 
 X = torch.ones(10)
 

@@ -16,9 +16,9 @@ import torch
 import hipress
 from hipress.codecs import Codec, codec, describe, names
 from hipress.codecs.program import ProgramCodec
-from hipress.codecs.wrappers import Feedback, Momentum
 from hipress.errors import ProgramError, UsageError
 from tests.codecs.cases import CASES, HEAD, Case, gaussian
+from tests.codecs.generic import Feedback, Momentum
 from tests.grid import thinned
 
 ROOT = Path(__file__).parents[2]
@@ -195,9 +195,9 @@ def takes(name: str) -> str:
 @pytest.mark.parametrize(
     "expr, message",
     [
-        ("ontbit", f"no codec 'ontbit'; {THERE_ARE} Did you mean 'onebit'?"),
-        ("Onebit", f"no codec 'Onebit'; {THERE_ARE} Did you mean 'onebit'?"),
-        ("ef(momentm(fp16))", f"no codec 'momentm'; {THERE_ARE} Did you mean 'momentum'?"),
+        ("ontbit", f"no codec 'ontbit' (did you mean 'onebit'?); {THERE_ARE}"),
+        ("Onebit", f"no codec 'Onebit' (did you mean 'onebit'?); {THERE_ARE}"),
+        ("ef(momentm(fp16))", f"no codec 'momentm' (did you mean 'momentum'?); {THERE_ARE}"),
         ("zzz", f"no codec 'zzz'; {THERE_ARE}"),
         ("onebit(block=63)", "onebit: block=63 must be a multiple of 8 from 64 to 65536."),
         ("onebit(block=68)", "onebit: block=68 must be a multiple of 8 from 64 to 65536."),
@@ -234,9 +234,9 @@ def takes(name: str) -> str:
         ("onebit(ef=1)", "onebit: ef=1 must be true or false."),
         ("onebit(ef=no)", "onebit: ef=no must be true or false."),
         ("onebit(blok=64)",
-         f"onebit has no option 'blok'; it takes: {takes('onebit')} Did you mean 'block'?"),
+         f"onebit has no option 'blok' (did you mean 'block'?); it takes: {takes('onebit')}"),
         ("topk(rato=0.1)",
-         f"topk has no option 'rato'; it takes: {takes('topk')} Did you mean 'ratio'?"),
+         f"topk has no option 'rato' (did you mean 'ratio'?); it takes: {takes('topk')}"),
         ("topk(0.1)",
          "codec expression 'topk(0.1)' has '0.1' without a name (column 6); options are named: "
          "write e.g. 'topk(ratio=0.01)'."),
@@ -246,7 +246,7 @@ def takes(name: str) -> str:
          "momentum has no option 'ratio', topk has: write it inside, e.g. "
          "'momentum(topk(ratio=...))'."),
         ("momentum(onebit, muu=0.1)",
-         "momentum has no option 'muu'; it takes: mu, nesterov. Did you mean 'mu'?"),
+         "momentum has no option 'muu' (did you mean 'mu'?); it takes: mu, nesterov."),
         ("none(bits=2)", "none has no option 'bits'; it takes: ef."),
         ("topk(k=5)", "topk has no option 'k'; it takes: " + takes("topk")),
         ("onebit(fp16)",
@@ -282,11 +282,11 @@ def test_ef_of_momentum_with_feedback_inside() -> None:
 def test_describe_of_a_wrapper(name: str) -> None:
     with pytest.raises(UsageError) as error:
         describe(name)
-    assert f"Did you mean {name!r}" not in str(error.value)
+    assert f"did you mean {name!r}" not in str(error.value)
 
 
 def test_describe_of_nothing() -> None:
-    with pytest.raises(UsageError, match="no codec 'onebt'; there are: .* Did you mean 'onebit'"):
+    with pytest.raises(UsageError, match="no codec 'onebt' .did you mean 'onebit'..; there are: "):
         describe("onebt")
 
 
@@ -331,8 +331,8 @@ def test_describe_takes_a_name(name: str) -> None:
     with pytest.raises(UsageError) as error:
         describe(name)
     assert str(error.value) == (
-        f"describe({name!r}): that is no name of a codec, e.g. 'topk'; of a program in a file, and "
-        "of options, `hipress compll check FILE` tells."
+        f"describe({name!r}): that is not the name of a codec, e.g. 'topk'; for a program in a "
+        "file, and its options, use `hipress compll check FILE`."
     )
 
 

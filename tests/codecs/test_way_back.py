@@ -10,10 +10,10 @@ import torch
 
 from hipress.codecs import Codec, codec, table
 from hipress.codecs.spec import Option, Spec, share
-from hipress.codecs.table import TABLE
-from hipress.codecs.wrappers import Feedback, Momentum, feedback, momentum
+from hipress.codecs.table import TABLE, feedback, momentum
 from hipress.errors import UsageError
 from tests.codecs.cases import gaussian
+from tests.codecs.generic import Feedback, Momentum
 from tests.grid import thinned
 
 

@@ -19,10 +19,9 @@ import torch
 
 import hipress
 from hipress.codecs import frame
-from hipress.compll.build import parse_program, read_program
+from hipress.compll.build import parse_program, read_any, read_program
 from hipress.compll.passes.derive import Variant
 from hipress.compll.tools.emit import MARK, MAX_ARGS, Package, package_name
-from hipress.compll.tools.half import read_any
 from hipress.errors import ProgramError, UsageError
 from tests.grid import full, thinned
 

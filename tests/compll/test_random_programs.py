@@ -45,8 +45,12 @@ def quiet(num_examples: int) -> Any:
 @pytest.fixture(autouse=True, scope="module")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Kernels of random programs do not belong into the user's cache."""
+    # One folder for the process: tests of other files may run in between, and a kernel that is
+    # loaded already is not written again.
+    folder = tmp_path_factory.getbasetemp() / "random-programs"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HIPRESS_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("HIPRESS_CACHE_DIR", str(folder))
         yield
 
 

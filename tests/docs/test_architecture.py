@@ -1,6 +1,6 @@
 """docs/architecture.md names every module of src/hipress, and no module that does not exist.
 
-A section `### room/` holds tables; the first cell of a row names modules in backquotes, as paths
+A section `### room/` is a list; an item names modules in backquotes before its colon, as paths
 below the room, with braces for several: `graphs/{partitions,shape}.py`. The section that begins
 with `src/hipress` is about the modules beside the rooms. `__init__.py` and `__main__.py` belong to
 their folder and are not named.
@@ -34,14 +34,14 @@ def expanded(name: str) -> Iterator[str]:
 
 
 def named(page: str) -> list[str]:
-    """The paths that the tables of the page name, in order."""
+    """The paths that the lists of the page name, in order."""
     found = []
     for room, body in re.findall(
         r"^### (\S+)[^\n]*\n(.*?)(?=^##|\Z)", page, re.DOTALL | re.MULTILINE
     ):
         prefix = "" if room.startswith("src/hipress") else room
-        for cell in re.findall(r"^\| (`[^|]*) \|", body, re.MULTILINE):
-            for name in re.findall(r"`([^`]+\.py)`", cell):
+        for item in re.findall(r"^- (`[^:]*):", body, re.MULTILINE):
+            for name in re.findall(r"`([^`]+\.py)`", item):
                 found += [f"{prefix}{path}" for path in expanded(name)]
     return found
 
@@ -57,7 +57,8 @@ def test_every_module_is_on_the_map() -> None:
 
 
 def test_the_map_names_no_module_that_is_gone() -> None:
-    assert sorted((set(named(PAGE)) | mentioned(PAGE)) - modules(SOURCE)) == []
+    assert sorted(set(named(PAGE)) - modules(SOURCE)) == []
+    assert sorted(path for path in mentioned(PAGE) if not (SOURCE / path).exists()) == []
 
 
 def test_no_module_is_named_twice() -> None:
@@ -71,7 +72,7 @@ def test_every_room_is_on_the_map() -> None:
 
 
 def test_the_checks_can_fail(tmp_path: Path) -> None:
-    page = "### a/\n| `{b,c}.py`, `d/e.py` | x |\n### src/hipress: f\n| `g.py` | x |\n"
+    page = "### a/\n- `{b,c}.py`, `d/e.py`: x\n### src/hipress: f\n- `g.py`: x `h.py`\n"
     assert named(page) == ["a/b.py", "a/c.py", "a/d/e.py", "g.py"]
     assert mentioned("`casync/engine/engine.py` ## Every module") == {"casync/engine/engine.py"}
     (tmp_path / "a").mkdir()

@@ -250,7 +250,7 @@ def run_console(page: str, text: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def need_what_it_needs(page: str) -> None:
-    """Skip a page whose examples this system can not run."""
+    """Skip a page whose examples this system cannot run."""
     if page == "docs/lab.md" and (why := refusal()) is not None:
         pytest.skip(why)
 

@@ -21,9 +21,8 @@ from hipress.cli import train
 from hipress.cli.main import COMMANDS, load
 from hipress.errors import UsageError
 from hipress.train import data
-from hipress.train.config import TrainConfig
+from hipress.train.config import PLAIN, TrainConfig
 from hipress.train.models import MODELS
-from hipress.train.virtual_sync import PLAIN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text("utf-8")
 
@@ -140,7 +139,7 @@ def trained(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     config.check()
     config.schedule(config.epochs or 1.0, steps_per_epoch=100)
     check_model(config.model)
-    check_data(config.data, len(config.paths))
+    check_data(config.data, len(config.paths or ()))
     check_codec(config.codec)
     if config.strategy is not None:
         strategies.check(config.strategy)

@@ -2,13 +2,10 @@
 
 import pytest
 
-from hipress.errors import UsageError
 from hipress.profile import Curve
 from hipress.secopa.simulate import MOST_WHOLE, Simulator, traces
 from hipress.secopa.what_if import (
     on_own_machines,
-    parse_rate,
-    rate_text,
     uniform,
     with_plain,
     with_rate,
@@ -77,32 +74,6 @@ def test_a_whole_cluster_simulates_every_rank_up_to_16():
     """Catches: one rank that stands for all where all can be simulated."""
     assert len(Simulator(profile(), 16, most_simulated=MOST_WHOLE).ranks) == 16
     assert len(Simulator(profile(), 17, most_simulated=MOST_WHOLE).ranks) == 1
-
-
-@pytest.mark.parametrize(
-    "text, bits",
-    [("1gbit", 10**9), ("2.5Gbit", 25 * 10**8), ("100 mbit/s", 10**8), ("64kbps", None)],
-)
-def test_rates_as_users_write_them(text, bits):
-    """Catches: a unit that is misread by a factor."""
-    if bits is None:
-        with pytest.raises(UsageError, match="is not a number above 0 and a unit"):
-            parse_rate(text)
-    else:
-        assert parse_rate(text) == bits
-
-
-@pytest.mark.parametrize("text", ["", "0gbit", "fast", "-1gbit", "1"])
-def test_bad_rates_are_refused(text):
-    """Catches: a division by zero later."""
-    with pytest.raises(UsageError, match="write 100mbit, 1gbit or 25gbit"):
-        parse_rate(text)
-
-
-def test_rates_are_shown_as_they_are_read():
-    """Catches: a table whose rates are no input."""
-    for text in ("100mbit", "2.5gbit", "1tbit", "64kbit"):
-        assert rate_text(parse_rate(text)) == text
 
 
 def test_a_simulated_step_is_a_timeline_that_perfetto_takes():

@@ -53,7 +53,7 @@ def test_one_pattern_may_be_a_text():
     "options, text",
     [
         ({"codec": 3}, "codec is 3; give an expression such as 'onebit', or a codec."),
-        ({"codec": "onebti"}, "Did you mean 'onebit'?"),
+        ({"codec": "onebti"}, "did you mean 'onebit'?"),
         ({"strategy": "Ring"}, "strategy 'Ring' (did you mean 'ring'?) is none of ps, ring"),
         ({"min_size": -1}, "min_size is -1; give a number of elements, 0 for all."),
         ({"min_size": True}, "min_size is True"),
@@ -255,7 +255,7 @@ def test_a_plan_for_another_number_of_ranks_is_told(caplog):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(80, 80))
         plan = Plan(gradients={"weight": Decision(codec="int8")}, num_ranks=4)
         sync = hipress.attach(model, plan=plan)
-        assert "the plan was made for 4 ranks and 1 are here" in caplog.text
+        assert "the plan was made for 4 ranks and this job has 1" in caplog.text
         sync.engine.close()
     finally:
         torch.distributed.destroy_process_group()

@@ -459,7 +459,7 @@ def test_a_run_without_compression_is_warned_of(told):
 REFUSED = {
     "module": "attach was given a Sequential; it takes a DistributedDataParallel: wrap it first",
     "text": "attach was given a str; it takes a DistributedDataParallel",
-    "codec": "Did you mean 'onebit'?",
+    "codec": "did you mean 'onebit'?",
     "kind": "codec is 3; give an expression such as 'onebit', or a codec.",
     "strategy": "strategy 'rng' (did you mean 'ring'?) is none of ps, ring, hierarchical, allred",
     "exclude": "exclude pattern '3.wieght' matches no parameter (did you mean '3.weight'?); the",

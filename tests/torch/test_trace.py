@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from hipress.casync.ranks import clock
+from hipress.casync.ranks.agreement import Agreement
 from hipress.errors import UsageError
 from hipress.session import trace as tracing
 from hipress.session.adapter import Adapter
@@ -45,7 +45,7 @@ class Meeting:
         return bring
 
     def offset(self, rank):
-        return lambda: clock.offset(self.store, rank, len(self.given), timeout_s=20)
+        return lambda: Agreement(self.store, rank, len(self.given), 20).clock_offset()
 
 
 def alone(module, work, **options):

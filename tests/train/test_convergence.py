@@ -10,6 +10,7 @@ import pytest
 
 from hipress.errors import UsageError
 from hipress.train import data
+from hipress.train.config import PLAIN
 from hipress.train.convergence import (
     TASKS,
     compare,
@@ -18,7 +19,6 @@ from hipress.train.convergence import (
     task,
     train,
 )
-from hipress.train.virtual_sync import PLAIN
 from tests.grid import full, thinned
 
 SHORT = dataclasses.replace(TASKS["digits"], num_steps=20)

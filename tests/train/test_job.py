@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "jobs.py"
 MOVED = {"4 to 3": 3, "4 to 1": 1}
 NETS = "tests.train.scripts.nets"
 PLAIN = {"model": f"{NETS}:plain"}
-STEPPED = {**PLAIN, "codec": "onebit", "rate": 0.03, "rate_mode": "step", "decay_epochs": [2.0]}
+STEPPED = {**PLAIN, "codec": "onebit", "rate": 0.03, "rate_mode": "step", "decay_epochs": "2"}
 RESUMED = {
     "onebit": {**PLAIN, "codec": "onebit", "rate_mode": "cosine"},
     "dgc": {**PLAIN, "codec": "dgc(ratio=0.01)", "momentum": 0.9},
@@ -52,7 +52,7 @@ def told(request, tmp_path_factory):
         [
             one("accumulate", "trains", **PLAIN, codec="none", batch=8, accumulate=2, steps=6),
             one("at once", "trains", **PLAIN, codec="none", batch=16, steps=6),
-            one("rates", "trains", **PLAIN, steps=8, rate=0.4, rate_mode="step", decay_epochs=[0.1],
+            one("rates", "trains", **PLAIN, steps=8, rate=0.4, rate_mode="step", decay_epochs="0.1",
                 warmup_epochs=0.05, log_every=2, eval_every=0.08),
             one("bf16", "trains", **PLAIN, codec="int8", amp="bf16", steps=20, rate=0.05),
             one("diverges", "refuses", rate=1e9, steps=40, log_every=5),

@@ -17,15 +17,12 @@ from torch.nn import functional
 from hipress.errors import UsageError
 from hipress.train.data import synthetic
 from hipress.train.models import MODELS, Model, model, names
-from hipress.train.models.bert import Bert
-from hipress.train.models.cnn import cnn
-from hipress.train.models.gpt import Gpt
 from hipress.train.models.inception import inception_v3
 from hipress.train.models.lstm import Lstm
 from hipress.train.models.resnet import resnet
-from hipress.train.models.transformer import Attention, Transformer, positions
+from hipress.train.models.transformers import Attention, Bert, Gpt, Transformer, positions
 from hipress.train.models.ugatit import Ugatit, _MixedNorm
-from hipress.train.models.vgg import small_vgg, vgg
+from hipress.train.models.vgg import cnn, small_vgg, vgg
 from hipress.train.tasks import TASKS, UNLABELLED, Batch, Draw
 from tests.grid import full, thinned
 

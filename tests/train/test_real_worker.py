@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from hipress.train import data
+from hipress.train.config import PLAIN
 from hipress.train.convergence import (
     MOMENTUM,
     TASKS,
@@ -16,7 +17,6 @@ from hipress.train.convergence import (
     Run,
     train,
 )
-from hipress.train.virtual_sync import PLAIN
 
 SHORT = dataclasses.replace(TASKS["digits"], num_steps=12)
 

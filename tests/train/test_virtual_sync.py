@@ -7,8 +7,8 @@ import torch
 
 import hipress
 from hipress.plan import MIN_SIZE
-from hipress.train.convergence import MOMENTUM, make_optimizer
-from hipress.train.virtual_sync import PLAIN, VirtualSync, is_exempt
+from hipress.train.config import PLAIN
+from hipress.train.convergence import MOMENTUM, VirtualSync, is_exempt, make_optimizer
 
 SHAPES = [(65, 67), (65,), (10, 7), (2, 33, 80)]  # odd sizes; the 2nd and 3rd are exempt
 NUM_WORKERS = 3

@@ -8,7 +8,6 @@ machine hit all of them. Rank 0 prints its progress on stdout ("@@ done total la
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from hipress import settings
 from hipress.errors import HipressError
+from hipress.session.replicas import digest
 
 INTERFACE = "eth0"
 NUM_IDLE = 10
@@ -54,10 +54,8 @@ class ClusterBenchmark:
     """Whether each rank has an eth0 of its own."""
     device: str
     num_elements: int
-    """Elements of the whole gradient."""
     repeats: int = 1
     result: str = ""
-    """The file that rank 0 writes."""
 
     @property
     def size_bytes(self) -> int:
@@ -75,12 +73,10 @@ class ClusterBenchmark:
         return torch.device("cuda:0" if self.device == "cuda" else self.device)
 
     def dump(self) -> str:
-        """Returns the text that `load` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls: type[B], text: str) -> B:
-        """Returns a benchmark from its text."""
         fields: dict[str, Any] = json.loads(text)
         for name, value in fields.items():
             if isinstance(value, list):
@@ -94,13 +90,8 @@ class ClusterBenchmark:
 def run(
     module: str, benchmark: ClusterBenchmark, timeout: float | None, on_part: OnPart
 ) -> dict[str, Any]:
-    """Runs a module on all ranks of a lab of its own and returns what rank 0 wrote.
-
-    Args:
-        module: It is run as `python -m MODULE BENCHMARK`.
-        benchmark: What the ranks receive; the file to write is added here.
-        timeout: Seconds after which the run is given up.
-        on_part: Called as rank 0 makes progress.
+    """Runs `python -m MODULE BENCHMARK` on all ranks of a lab of its own, for `timeout` seconds at
+    most, and returns what rank 0 wrote.
     """
     from hipress.lab import Lab  # here, because ranks do without it
 
@@ -141,9 +132,8 @@ def environment(benchmark: ClusterBenchmark) -> dict[str, str]:
 def run_rank(main: Callable[[str], Any]) -> None:
     """Runs this process as a rank: an error of ours becomes one line on stderr.
 
-    Args:
-        main: Takes the benchmark's text, joins the process group, and returns what rank 0 writes
-            to the result's file, if anything, after all ranks have measured.
+    `main` takes the benchmark's text and returns what rank 0 writes to the result's file, if
+    anything, after all ranks have measured.
     """
     torch.set_num_threads(1)
     try:
@@ -181,7 +171,6 @@ class Interface:
         """Bytes of the two barriers of a sample."""
 
     def sent_bytes(self) -> int:
-        """Returns the bytes sent so far."""
         return sent_bytes(Path("/proc/self/net/dev").read_text()) if self.is_shaped else 0
 
     def measure_idle(self) -> None:
@@ -225,10 +214,7 @@ def largest(values: Sequence[float]) -> list[float]:
 
 def ranks_agree(values: Sequence[torch.Tensor]) -> bool:
     """Returns whether all ranks hold the same bits; collective."""
-    digest = hashlib.blake2b(digest_size=8)
-    for value in values:
-        digest.update(value.detach().cpu().numpy().data)
-    own = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
+    own = torch.tensor([digest(value) for value in values])
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return all(torch.equal(each, own) for each in found)
@@ -254,10 +240,8 @@ class Candidate:
     num_messages: int = 0
     interface_bytes: int = 0
     found: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the result."""
 
     def result(self) -> dict[str, Any]:
-        """Returns what rank 0 writes."""
         own = {"variant": self.label, "codec": self.codec, "strategy": self.strategy}
         return own | {"samples_s": self.samples_s} | self.found
 
@@ -270,7 +254,6 @@ class ClusterWorker(ABC, Generic[C]):
 
     candidates: list[C]
     num_calls = 1
-    """Calls in a sample."""
 
     def __init__(self, benchmark: ClusterBenchmark, num_progress: int) -> None:
         self.device = benchmark.torch_device
@@ -290,13 +273,11 @@ class ClusterWorker(ABC, Generic[C]):
         """Makes a candidate ready for a sample."""
 
     def progress(self, label: str) -> None:
-        """Prints that the next part begins."""
         num_done, total = self._progress
         print_progress(num_done, total, label)
         self._progress = (num_done + 1, total)
 
     def wait_for_device(self) -> None:
-        """Waits for the GPU, if there is one."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -331,13 +312,8 @@ class ClusterWorker(ABC, Generic[C]):
     def count_bytes(self, one: C, wire_bytes: float | None, *others: float) -> list[float]:
         """Adds the bytes of one call by both counts, the most that a rank sent; collective.
 
-        Args:
-            one: The candidate.
-            wire_bytes: Bytes of a sample by the engine's count; None where it knows nothing.
-            others: Further values of this rank.
-
-        Returns:
-            The largest of the further values over all ranks.
+        `wire_bytes` of a sample are those of the engine's count, None where it knows nothing.
+        Returns the largest of the other values over all ranks.
         """
         interface = self.interface.per_sample(one.interface_bytes, self.repeats)
         deviation = -1.0

@@ -71,11 +71,10 @@ def speed_row(
 ) -> dict[str, Any]:
     """Times encode, decode and decode-add beside memcpy and the eager form, all in one run.
 
-    Returns:
-        Seconds as medians with their 20th and 80th percentiles, and ratios above 1 where the codec
-        is faster. The eager form is timed twice: `eager` makes every buffer anew in each call, as
-        eager torch does, and `tuned` has them all beforehand; their fields are None where there
-        is no eager form.
+    Seconds are medians with their 20th and 80th percentiles, ratios are above 1 where the codec is
+    faster. The eager form is timed twice: `eager` makes every buffer anew in each call, as eager
+    torch does, and `tuned` has them all beforehand; their fields are None where there is no eager
+    form.
     """
     codec = hipress.codec(expression)
     with num_threads(threads):

@@ -26,9 +26,9 @@ from hipress.bench.cluster import (
 )
 from hipress.train import convergence
 from hipress.train import data as data_sets
+from hipress.train.config import PLAIN
 from hipress.train.convergence import NUM_POINTS, ConvergenceTask, RealWorker, Run, task
 from hipress.train.data import DataSet
-from hipress.train.virtual_sync import PLAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,6 @@ class ConvergenceBenchmark(ClusterBenchmark):
 
     data: str
     folder: str | None
-    """The folder of the data."""
     num_steps: int
     learning_rate: float
     names: tuple[str, ...]
@@ -46,7 +45,6 @@ class ConvergenceBenchmark(ClusterBenchmark):
 
     @property
     def task(self) -> ConvergenceTask:
-        """What is trained."""
         return replace(task(self.data), num_steps=self.num_steps, rate=self.learning_rate)
 
 
@@ -109,7 +107,6 @@ def _run(
     seed: int,
     on_point: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Makes one run and measures the network and the ranks."""
     worker = RealWorker(name, benchmark.task, data, seed=seed, strategy=benchmark.strategy)
     interface = Interface(is_shaped=benchmark.is_shaped)
     dist.barrier()  # what made the worker must not count

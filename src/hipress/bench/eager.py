@@ -55,10 +55,6 @@ class EagerCodec(ABC):
 def build(expression: str, num_elements: int) -> EagerCodec | None:
     """Returns the eager form of a codec expression, or None where this file has none.
 
-    Args:
-        expression: A codec as `hipress.codec` takes it, for example `ef(onebit)`.
-        num_elements: The gradient size to make buffers for.
-
     Example:
         >>> build("ef(topk(ratio=0.01,exact=true))", 1000).encode(torch.randn(1000))[0].numel()
         10

@@ -49,11 +49,8 @@ def _save(made: Any, path: Path, **options: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """The losses of one training."""
-
     label: str
     rows: Sequence[Row]
-    """Rows with `time_s` and `loss`."""
 
 
 def draw_losses(path: Path, title: str, curves: Sequence[LossCurve]) -> None:
@@ -67,10 +64,8 @@ def draw_losses(path: Path, title: str, curves: Sequence[LossCurve]) -> None:
         axes.plot(times, smooth(losses), color=colour, linewidth=2, label=curve.label)
         if times:
             axes.plot(times[-1], smooth(losses)[-1], "o", color=colour, markersize=5)
-    axes.set_yscale("log")
+    axes.set(yscale="log", xlabel="seconds of training", ylabel="training loss")
     axes.set_xlim(left=0)
-    axes.set_xlabel("seconds of training")
-    axes.set_ylabel("training loss")
     axes.set_title(title, fontsize=10)
     axes.grid(color="0.92", which="both")
     axes.legend(fontsize=9)
@@ -123,8 +118,7 @@ def _draw_panel(axes: Any, title: str, rows: Sequence[Row]) -> None:
     lowest = min(_mean_curve(row)[1][-1] for row in rows)
     axes.set_ylim(min(lowest - 3, top - 15), top + 1)
     axes.set_title(title, fontsize=10)
-    axes.set_xlabel("step")
-    axes.set_ylabel("test accuracy, %")
+    axes.set(xlabel="step", ylabel="test accuracy, %")
     axes.grid(color="0.92")
     axes.legend(fontsize=8, loc="best")
 
@@ -173,8 +167,8 @@ def draw_sweep(path: Path, title: str, rows: Sequence[Row]) -> None:
     _plain_ticks(axes, sorted({x for points in curves.values() for x, _ in points}))
     rate = rows[0]["rate"] if over_nodes and not many else None
     nodes = f"nodes, links of {rate}" if rate else "nodes"
-    axes.set_xlabel(nodes if over_nodes else "Gbit/s of a link")
-    axes.set_ylabel("ms per step, simulated")
+    xlabel = nodes if over_nodes else "Gbit/s of a link"
+    axes.set(xlabel=xlabel, ylabel="ms per step, simulated")
     if over_nodes:
         axes.set_ylim(bottom=0)
     else:
@@ -215,6 +209,5 @@ def draw_published(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _plain_ticks(axes: Any, values: Sequence[float]) -> None:
-    """Shows the values themselves in place of powers."""
     axes.set_xticks(values, [f"{value:.4g}" for value in values])
     axes.minorticks_off()

@@ -17,12 +17,10 @@ MEDIAN_BAR, WORST_BAR = 0.12, 0.30
 def rows(
     profile: Profile, measured: Iterable[Mapping[str, Any]], baseline: str
 ) -> list[dict[str, Any]]:
-    """Returns a row for each measured variant that can be simulated.
+    """Returns a row for each measured variant of `bench train` that can be simulated.
 
-    Args:
-        profile: A profile of the same cluster and model, measured in another run.
-        measured: Rows of `bench train`.
-        baseline: The variant that is DDP as it comes.
+    The profile is of the same cluster and model, measured in another run; `baseline` is the variant
+    that is DDP as it comes.
     """
     simulator = Simulator(profile)
     found = []
@@ -37,11 +35,7 @@ def rows(
         measured_s = row["seconds_median"]
         found.append(
             {
-                "model": row["model"],
-                "hosts": row["hosts"],
-                "rate": row["rate"],
-                "codec": row["codec"],
-                "strategy": row["strategy"],
+                **{key: row[key] for key in ("model", "hosts", "rate", "codec", "strategy")},
                 "measured_seconds": measured_s,
                 "measured_p20": row["seconds_p20"],
                 "measured_p80": row["seconds_p80"],

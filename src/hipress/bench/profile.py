@@ -65,15 +65,9 @@ class ProfileBenchmark(ClusterBenchmark):
 
 
 def measure(benchmark: ProfileBenchmark, device: torch.device, on_part: OnPart) -> Profile | None:
-    """Measures all of it; collective.
+    """Measures all of it and returns the profile on rank 0, None on the others; collective.
 
-    Args:
-        benchmark: What to measure, the same on all ranks.
-        device: The device of this rank.
-        on_part: Called with how far it is, from 0 to 1, and with what is measured.
-
-    Returns:
-        The profile on rank 0, None on the others.
+    `on_part` is called with how far it is, from 0 to 1, and with what is measured.
     """
     engine = engine_of(None, device)
     meet = links.barrier(engine)
@@ -158,8 +152,6 @@ def _model(
 
 
 class _ModelSteps:
-    """Training steps of a model whose gradients are timed."""
-
     def __init__(self, line: Model, net: nn.Module, device: torch.device) -> None:
         self._loss = TASKS[line.task or ""].loss
         self._net = net
@@ -168,7 +160,6 @@ class _ModelSteps:
         self.timer = time_gradients(net)
 
     def backward(self, batch: tuple[torch.Tensor, ...]) -> None:
-        """Makes the gradients of a batch."""
         torch.autograd.backward(self._loss(self._net, batch))
 
     def step(self, batch: tuple[torch.Tensor, ...]) -> float:
@@ -188,8 +179,7 @@ def time_model(
 ) -> tuple[ModelProfile, int]:
     """Times a few steps of a built-in model in this process, without ranks.
 
-    Returns:
-        The model with the work of all examples, and how many examples the steps had.
+    Returns the model with the work of all examples, and how many examples the steps had.
     """
     made = _ModelSteps(line, line.make().to(device), device)
 

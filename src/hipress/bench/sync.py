@@ -46,7 +46,6 @@ class SyncBenchmark(ClusterBenchmark):
     """What all ranks measure."""
 
     numels: tuple[int, ...]
-    """Elements of each tensor."""
     codecs: tuple[str, ...]
     strategies: tuple[str, ...]
     pipelined: bool
@@ -164,8 +163,6 @@ def problem(benchmark: SyncBenchmark, one: Mapping[str, Any]) -> str | None:
 
 @dataclass(kw_only=True)
 class _Sync(Candidate):
-    """A call, and where it leaves its result."""
-
     make: Callable[[], object]
     values: list[torch.Tensor]
     scale: float = 1.0

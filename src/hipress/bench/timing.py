@@ -34,7 +34,6 @@ class Timing:
         return Timing(p20_s=p20, p50_s=p50, p80_s=p80, num_samples=len(samples_s))
 
     def fields(self, prefix: str = "") -> dict[str, float]:
-        """Returns the percentiles as fields of a row."""
         names = ("seconds_median", "seconds_p20", "seconds_p80")
         values = (self.p50_s, self.p20_s, self.p80_s)
         return {f"{prefix}{name}": value for name, value in zip(names, values, strict=True)}
@@ -46,18 +45,12 @@ def measure(
     repeats: int = 9,
     on_round: Callable[[float], None] | None = None,
 ) -> dict[str, Timing]:
-    """Times the candidates round-robin in this process.
+    """Times the candidates round-robin in this process; returns a `Timing` for each, in their
+    order.
 
-    Every candidate is called twice before the first round (once to compile and to touch its
-    memory, once to see how many calls make a sample long enough for the clock).
-
-    Args:
-        candidates: Functions without arguments, by name.
-        repeats: The number of rounds.
-        on_round: Called after each round with the fraction done, from 0 to 1.
-
-    Returns:
-        One `Timing` per name, in the order given.
+    Every candidate is called twice before the first round (once to compile and to touch its memory,
+    once to see how many calls make a sample long enough for the clock). `on_round` is called after
+    each round with the fraction done, from 0 to 1.
 
     Example:
         >>> sorted(measure({"sum": lambda: sum(range(100))}, repeats=3))

@@ -14,7 +14,6 @@ same step without any exchange. What lies between those two is DDP's exposed com
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ from hipress.bench.cluster import (
     run_rank,
 )
 from hipress.bench.timing import Timing
-from hipress.errors import UsageError
+from hipress.errors import UsageError, did_you_mean
 from hipress.session.buckets import has_momentum
 from hipress.torch import Sync
 from hipress.train.models import model
@@ -54,7 +53,6 @@ AUTO = "auto"
 WARM_UP_STEPS = 3
 """DDP arranges its buckets anew after the first; the third is PowerSGD's first."""
 MAX_DECISION_STEPS = 200
-"""Steps that `auto` may take to decide."""
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 
@@ -65,9 +63,7 @@ class TrainBenchmark(ClusterBenchmark):
 
     model: str
     batch: int
-    """Examples per rank and step."""
     steps: int
-    """Steps in a sample."""
     hooks: tuple[str, ...]
     """Hooks of torch, DDP itself among them."""
     codecs: tuple[str, ...]
@@ -92,12 +88,11 @@ class Hook:
     register: Callable[[DistributedDataParallel], Any]
     """Registers it and returns the state that it keeps, or None."""
     one_bucket: bool = False
-    """Whether all gradients must be in one bucket."""
     num_copies: int = 0
     """Copies of the gradient that it keeps beyond DDP."""
 
 
-def _register_powersgd(rank: int) -> Callable[[DistributedDataParallel], Any]:
+def _powersgd(rank: int) -> Hook:
     def register(ddp: DistributedDataParallel) -> Any:
         state = powerSGD_hook.PowerSGDState(
             process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2
@@ -105,13 +100,9 @@ def _register_powersgd(rank: int) -> Callable[[DistributedDataParallel], Any]:
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return state
 
-    return register
-
-
-def _powersgd(rank: int) -> Hook:
     # It starts all-reduces in callbacks, in an order that differs among ranks where several
     # buckets are on their way: gloo then aborts or stalls.
-    return Hook(register=_register_powersgd(rank), one_bucket=True, num_copies=2)
+    return Hook(register=register, one_bucket=True, num_copies=2)
 
 
 HOOKS: dict[str, Hook] = {
@@ -128,11 +119,9 @@ HOOKS: dict[str, Hook] = {
 
 def check_hook(name: str) -> None:
     """Refuses a name that is not in the table."""
-    if name in HOOKS:
-        return
-    near = difflib.get_close_matches(name.lower(), HOOKS, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise UsageError(f"hook {name!r}{hint} is none of {', '.join(HOOKS)}; choose one.")
+    if name not in HOOKS:
+        hint = did_you_mean(name.lower(), HOOKS)
+        raise UsageError(f"hook {name!r}{hint} is none of {', '.join(HOOKS)}; choose one.")
 
 
 def rows(benchmark: TrainBenchmark, result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -149,10 +138,7 @@ def _row(
     return {
         "model": benchmark.model,
         "rate": benchmark.rate,
-        "variant": one["variant"],
-        "codec": one["codec"],
-        "strategy": one["strategy"],
-        "note": one["note"],
+        **{key: one[key] for key in ("variant", "codec", "strategy", "note")},
         "delay": benchmark.delay,
         "hosts": benchmark.num_hosts,
         "device": benchmark.device,
@@ -170,9 +156,7 @@ def _row(
         "interface_bytes_per_rank": one["interface_bytes"],
         "interface_deviation": one["interface_deviation"],
         "extra_memory_bytes": one["memory_bytes"],
-        "skipped": one["skipped"],
-        "loss": one["loss"],
-        "ranks_agree": one["ranks_agree"],
+        **{key: one[key] for key in ("skipped", "loss", "ranks_agree")},
         "problem": problem(benchmark, one),
     }
 
@@ -205,16 +189,12 @@ def problem(benchmark: TrainBenchmark, one: Mapping[str, Any]) -> str | None:
 
 @dataclass(kw_only=True)
 class _Variant(Candidate):
-    """One way to exchange gradients, with a model of its own."""
-
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     note: str | None = None
     sync: Sync | None = None
     state: Any = None
-    """The state of a hook of torch's."""
     loss: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
-    """The loss of the last step."""
 
     def result(self) -> dict[str, Any]:
         return super().result() | {"note": self.note}

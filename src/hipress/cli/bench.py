@@ -13,11 +13,11 @@ from hipress.cli.options import (
     JsonFile,
     Repeats,
     Size,
-    parse_size,
     split_expressions,
     whole_numbers,
 )
 from hipress.errors import UsageError
+from hipress.units import parse_size
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -140,7 +140,6 @@ def _check_memory(text: str, size_bytes: int) -> None:
 def _codec_rows(
     expressions: list[str], size_bytes: int, threads: list[int], repeats: int, with_eager: bool
 ) -> list[dict[str, Any]]:
-    """Returns one row per codec and number of threads, with a progress bar on stderr."""
     import hipress
     from hipress.bench.codecs import gaussian, speed_row
 

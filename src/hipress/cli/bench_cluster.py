@@ -11,6 +11,7 @@ from typer import Option
 
 from hipress.cli import ui
 from hipress.cli.options import (
+    MOST_HOSTS,
     PROCESS_BYTES,
     Batch,
     ClusterOptions,
@@ -25,11 +26,11 @@ from hipress.cli.options import (
     Strategies,
     check_memory,
     expressions,
-    parse_size,
     takes_options,
     timed_model,
     whole_numbers,
 )
+from hipress.units import parse_size
 
 if TYPE_CHECKING:
     from hipress.bench.sync import SyncBenchmark
@@ -47,7 +48,6 @@ PREDICTION_EXAMPLE = (
     "Example: hipress bench prediction --hosts 2,4 --rate 100mbit,1gbit --model vgg "
     "--codec onebit,int8 --json f.json"
 )
-MOST_HOSTS = 64
 
 
 def check_codecs(codecs: tuple[str, ...], strategies: tuple[str, ...]) -> None:
@@ -395,7 +395,7 @@ def prediction(
         ui.number("simulated\nms", "simulated_seconds", 1, 1e3),
         ui.number("error\n%", "error", 1, 100),
     ]
-    title = "SimulatedStep and measured training steps"
+    title = "Simulated and measured training steps"
     ui.print_table(title, columns, found, to_stderr=output.is_stdout)
     output.write(found)
     ui.report_problems(found)

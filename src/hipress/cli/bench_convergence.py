@@ -13,6 +13,7 @@ from typer import Option
 
 from hipress.cli import ui
 from hipress.cli.options import (
+    MOST_HOSTS,
     PROCESS_BYTES,
     ClusterOptions,
     JsonFile,
@@ -64,7 +65,7 @@ class ConvergenceOptions:
     ] = None
     hosts: Annotated[
         int | None,
-        Option(min=2, max=64, help="Train over a network instead: hosts, one rank each."),
+        Option(min=2, max=MOST_HOSTS, help="Train over a network instead: hosts, one rank each."),
     ] = None
     rate: Annotated[
         str | None,
@@ -97,7 +98,6 @@ class ConvergenceOptions:
 
     @property
     def expressions(self) -> list[str]:
-        """The codecs to train with."""
         from hipress.train.convergence import default_codecs
 
         return default_codecs() if self.codecs is None else split_expressions(self.codecs)
@@ -180,7 +180,6 @@ def _tasks(options: ConvergenceOptions) -> list[ConvergenceTask]:
 
 
 def _rows(options: ConvergenceOptions) -> list[dict[str, Any]]:
-    """Returns one row per data set and codec, trained by virtual workers."""
     from hipress.train.convergence import check, compare, names_of
 
     tasks, expressions = _tasks(options), options.expressions
@@ -202,7 +201,6 @@ def _rows(options: ConvergenceOptions) -> list[dict[str, Any]]:
 
 
 def _cluster_rows(options: ConvergenceOptions, hosts: int) -> list[dict[str, Any]]:
-    """Returns one row per data set and codec, trained by ranks on a lab for each data set."""
     from hipress.bench import cluster, convergence
 
     benchmarks = _benchmarks(options, hosts)
@@ -314,13 +312,11 @@ def check_outputs(page: Path | None, picture: Path | None) -> None:
 
 
 def by_data(rows: Sequence[ui.Row]) -> list[list[ui.Row]]:
-    """Returns the rows of each data set, in order."""
     names = dict.fromkeys(row["data"] for row in rows)
     return [[row for row in rows if row["data"] == name] for name in names]
 
 
 def _around_table(page: Path) -> tuple[str, str]:
-    """Returns what stands on the page before and after the table and its markers."""
     try:
         text = page.read_text("utf-8")
     except OSError as error:

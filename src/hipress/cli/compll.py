@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer import Argument, Option
 
-from hipress.errors import HipressError, ProgramError, UsageError
+from hipress.errors import HipressError, ProgramError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from hipress.compll.build import Bound, Program
@@ -130,10 +128,10 @@ def check(file: _File, param: _Params = None) -> None:
     An integer parameter without a value is tried with 1, 2, 4 and 8.
     """
     program = _program(file)
-    checked = _checked(program, _values(param))
+    bound, tried = _checked(program, _values(param))
     names = " and ".join(_functions(program))
-    print(f"{file}: ok ({names}{checked.tried})")
-    for label, text in _report(checked.bound):
+    print(f"{file}: ok ({names}{tried})")
+    for label, text in _report(bound):
         print(f"  {label:12} {text}")
 
 
@@ -142,8 +140,7 @@ def check(file: _File, param: _Params = None) -> None:
 
 def _program(file: str) -> Program:
     """Returns the program in a file, whole or one function of it, or that of a built-in codec."""
-    from hipress.compll.build import parse_program
-    from hipress.compll.tools.half import read_any
+    from hipress.compll.build import parse_program, read_any
 
     _refuse_expression(file)
     if _is_file(file):
@@ -152,7 +149,6 @@ def _program(file: str) -> Program:
 
 
 def _source(file: str) -> Source:
-    """Returns the tree of a file, or of a built-in codec's program."""
     from hipress.compll.build import read_source
     from hipress.compll.front.parse import parse
 
@@ -187,10 +183,9 @@ def _built_in(name: str) -> str:
     from hipress import codecs
 
     if name not in codecs.names():
-        close = difflib.get_close_matches(name, codecs.names(), n=1)
         raise UsageError(
-            f"no program {name!r}; give the path of a .pse file or the name of a built-in codec: "
-            f"{', '.join(codecs.names())}.{f' Did you mean {close[0]!r}?' if close else ''}"
+            f"no program {name!r}{did_you_mean(name, codecs.names())}; give the path of a .pse "
+            f"file or the name of a built-in codec: {', '.join(codecs.names())}."
         )
     return codecs.describe(name).program
 
@@ -232,7 +227,6 @@ def _number(text: str) -> int | float | None:
 
 
 def _unset(program: Program, given: dict[str, int | float]) -> list[Param]:
-    """Returns the parameters that have no value."""
     return [p for p in program.params if p.default is None and p.name not in given]
 
 
@@ -262,22 +256,18 @@ def _variant(ef: bool, momentum: float | None) -> Variant:
 # What `check` finds.
 
 
-@dataclass(frozen=True)
-class _Checked:
-    bound: Bound
-    tried: str
-    """The values that were tried, for the first line."""
+def _checked(program: Program, given: dict[str, int | float]) -> tuple[Bound, str]:
+    """Makes every kernel of a program, once for each width if one is missing.
 
-
-def _checked(program: Program, given: dict[str, int | float]) -> _Checked:
-    """Makes every kernel of a program, once for each width if one is missing."""
+    Returns the program with values, and those that were tried, for the first line.
+    """
     unset = _unset(program, given)
     floats = {p.name: SHARE for p in unset if p.runtime}
     widths = [p.name for p in unset if not p.runtime]
     if not widths:
         bound = program.bind({**given, **floats})
         _try(bound)
-        return _Checked(bound, "")
+        return bound, ""
     good: dict[int, Bound] = {}
     errors: dict[int, HipressError] = {}
     for width in WIDTHS:
@@ -290,11 +280,11 @@ def _checked(program: Program, given: dict[str, int | float]) -> _Checked:
     if not good:
         raise errors[WIDTH]
     tried = f"; {', '.join(widths)} = {', '.join(map(str, good))}"
-    return _Checked(good.get(WIDTH) or next(iter(good.values())), tried)
+    return good.get(WIDTH) or next(iter(good.values())), tried
 
 
 def _try(bound: Bound) -> None:
-    from hipress.compll.tools.half import BoundHalf
+    from hipress.compll.build import BoundHalf
 
     if isinstance(bound, BoundHalf):
         bound.check()
@@ -305,9 +295,9 @@ def _try(bound: Bound) -> None:
 def _report(bound: Bound) -> list[tuple[str, str]]:
     """Returns labels and texts: parameters, what each kernel moves, the size of a frame."""
     from hipress.codecs.frame import frame_bytes
+    from hipress.compll.build import BoundHalf
     from hipress.compll.passes.cost import cost
     from hipress.compll.passes.derive import Variant
-    from hipress.compll.tools.half import BoundHalf
 
     values = dict(bound.values)
     params = [f"{p.elem} {p.name} = {values[p.name]}" for p in bound.program.params]

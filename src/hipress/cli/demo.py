@@ -46,7 +46,6 @@ class DemoOptions:
 
     @property
     def where(self) -> str:
-        """The links, for titles."""
         return "no emulated links" if self.rate is None else f"{self.rate} links"
 
     def argv(self, codec: str) -> list[str]:
@@ -76,7 +75,7 @@ def demo(
     """
     import hipress
     from hipress.lab.links import parse_rate
-    from hipress.train.virtual_sync import PLAIN
+    from hipress.train.config import PLAIN
 
     output = ui.JsonOutput(json, "demo")
     _check_plot(plot)
@@ -127,7 +126,6 @@ def _check_plot(plot: Path) -> None:
 
 
 def _refusal(rate: str) -> str | None:
-    """Returns why there is no lab with links here, if there is none."""
     from hipress.lab import Lab
 
     try:
@@ -178,17 +176,13 @@ def _row(
     curve = [row for row in found if row["kind"] == "step"]
     return {
         "codec": codec,
-        "strategy": facts["strategy"],
-        "model": facts["model"],
-        "num_parameters": facts["num_parameters"],
+        **{key: facts[key] for key in ("strategy", "model", "num_parameters")},
         "hosts": options.hosts,
         "rate": options.rate,
         "steps": options.steps,
         "batch": facts["batch"],
         "seed": options.seed,
-        "seconds": end["seconds"],
-        "steps_per_s": end["steps_per_s"],
-        "wire_bytes_per_step": end["wire_bytes_per_step"],
+        **{key: end[key] for key in ("seconds", "steps_per_s", "wire_bytes_per_step")},
         "interface_bytes": sent,
         "interface_bytes_per_step": None if sent is None else sent / options.hosts / options.steps,
         "loss": end["loss"],

@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hipress.cli.options import check_memory, expressions, refuse, timed_model
+from hipress.cli.options import MOST_HOSTS, check_memory, expressions, refuse, timed_model
 from hipress.cli.sweep import PLAN, STEP_COLUMNS, Sweep
 from hipress.cli.ui import print_table
 from hipress.errors import UsageError
 from hipress.profile import CodecCosts, Curve, Machine, ModelProfile, Network, Profile
 from hipress.secopa.budget import CAREFUL
 from hipress.secopa.simulate import FREE, Simulator
-from hipress.secopa.what_if import EFFICIENCY, parse_rate, rate_text, uniform, with_rate
+from hipress.secopa.what_if import EFFICIENCY, uniform, with_rate
+from hipress.units import parse_rate, rate_text
 
 PREDICTION_ERROR = 0.20
 """How far a simulated step may lie from the measured one: of 84 settings of `hipress bench
@@ -46,10 +47,7 @@ MESSAGES = "latency and messages"
 MOST_CHOICES = 2
 """Choices that the search tries: the fastest at the rate of the job."""
 PATIENCE_S = 1.0
-"""Seconds for the search for a plan."""
 
-LAB_HOSTS = 64
-"""The most that `hipress bench train` takes."""
 
 OnPart = Callable[[float], None]
 
@@ -76,18 +74,15 @@ class JobReport:
     break_even_bits: float | None
     """The rate below which compression pays; infinite where it always does, None where never."""
     limit: str
-    """What keeps the best choice from being faster."""
     timed_batch: int
 
     @property
     def model(self) -> ModelProfile:
-        """The timed model."""
         assert self.profile.model is not None
         return self.profile.model
 
     @property
     def best(self) -> dict[str, Any]:
-        """The fastest row."""
         return min(self.rows, key=lambda row: float(row["step_s"]))
 
     @property
@@ -357,7 +352,7 @@ def advice(found: JobReport) -> str:
         warning = "" if codec in CAREFUL else " (docs/convergence.md says what it does to accuracy)"
         call = f'hipress.attach(model, codec="{codec}", strategy="{strategy}")'
         by_name = f", sync = {call} takes this codec{warning}"
-    hosts, rate = min(job.hosts, LAB_HOSTS), _lab_rate(job.rate)
+    hosts, rate = min(job.hosts, MOST_HOSTS), _lab_rate(job.rate)
     batch = "" if job.batch is None else f" --batch {job.batch}"
     limits = []
     if hosts < job.hosts:

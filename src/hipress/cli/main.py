@@ -42,8 +42,6 @@ from hipress.errors import HipressError
 
 @dataclass(frozen=True)
 class Command:
-    """One line of the table of commands."""
-
     module: str
     help: str
 
@@ -68,11 +66,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit.
-
-    Args:
-        argv: Arguments after the program's name; those of this process if None.
-    """
+    """Run the command line, with the arguments of this process if none are given, and exit."""
     try:
         typer.main.get_command(app)(args=argv, prog_name="hipress")
     except HipressError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -44,12 +43,9 @@ Device = Annotated[str, Option(help="cpu or cuda; with cuda all ranks share the 
 Timeout = Annotated[float | None, Option(min=0, help="Seconds after which a run is given up.")]
 
 DEFAULT_RATE = "1gbit"
+MOST_HOSTS = 64
 PROCESS_BYTES = 300 * 10**6
 """The memory of a rank before it has a model."""
-
-_UNIT_BYTES = {"": 1, "b": 1}
-_UNIT_BYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmg", 1)}
-_UNIT_BYTES |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmg", 1)}
 
 Command = Callable[..., None]
 
@@ -98,7 +94,7 @@ def takes_options(command: Command) -> Command:
 class ClusterOptions:
     """The emulated cluster that a command measures on."""
 
-    hosts: Annotated[int, Option(min=2, max=64, help="Hosts, one rank each.")] = 4
+    hosts: Annotated[int, Option(min=2, max=MOST_HOSTS, help="Hosts, one rank each.")] = 4
     rate: Rate = None
     delay: Delay = "none"
     loopback: Loopback = False
@@ -174,36 +170,16 @@ def check_memory(what: str, needed_bytes: int, advice: str, device: str = "cpu")
 
 
 def refuse(options: object, why: str) -> None:
-    """Refuses options that would do nothing: those with a value.
+    """Refuses options that would do nothing: those whose value is neither None nor False.
 
-    Args:
-        options: An options object, or the values of options by name; those that are None or False
-            are not given.
-        why: The rest of the sentence behind the option's name.
+    `options` is an options object, or the values of options by name; `why` is the rest of the
+    sentence after the option's name.
     """
     given = options if isinstance(options, Mapping) else vars(options)
     for name, value in given.items():
         if value is not None and value is not False:
             said = "" if value is True else f" {value}"
             raise UsageError(f"--{name.removeprefix('--').replace('_', '-')}{said} {why}")
-
-
-def parse_size(text: str) -> int:
-    """Returns the bytes that a size such as 100MB, 4MiB or 25e6 means, at least one float32.
-
-    >>> parse_size("100MB"), parse_size("4MiB"), parse_size("25e6")
-    (100000000, 4194304, 25000000)
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([kmg]?i?b?)\s*", text.lower())
-    num_bytes = 0
-    if found is not None and found[2] in _UNIT_BYTES:
-        num_bytes = int(float(found[1]) * _UNIT_BYTES[found[2]])
-    if num_bytes < 4:
-        raise UsageError(
-            f"size {text!r} is not a number of bytes, at least 4; write e.g. 100MB (10^6), "
-            "4MiB (2^20) or 25e6."
-        )
-    return num_bytes
 
 
 def split_expressions(text: str) -> list[str]:
@@ -228,7 +204,6 @@ def expressions(text: str) -> tuple[str, ...]:
 
 
 def unique(names: Iterable[str]) -> list[str]:
-    """Returns the names in order, each once."""
     return list(dict.fromkeys(names))
 
 

@@ -25,7 +25,6 @@ app = typer.Typer()
 _searched = partial(Option, rich_help_panel="From a profile of cluster and model")
 _published = partial(Option, rich_help_panel="As SOSP'21 did, each gradient alone")
 DEFAULT_NODES = 16
-"""The default of the original planner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +141,6 @@ def plan(
 
 
 def _warn(made: PlanReport) -> None:
-    """Warns of codecs that do not suit some optimizers."""
     from hipress.plan import ANY
     from hipress.secopa.budget import CAREFUL
 
@@ -156,7 +154,6 @@ def _warn(made: PlanReport) -> None:
 
 
 def _plan_alone(path: Path, profile: Path | None, options: PublishedOptions) -> PlanReport:
-    """Returns the plan of the published cost model."""
     from hipress.cli.sweep import check_ranks
     from hipress.profile import Profile
     from hipress.secopa.sosp21 import planner
@@ -188,7 +185,6 @@ def _plan_alone(path: Path, profile: Path | None, options: PublishedOptions) -> 
 
 
 def _only_codec(profile: Profile) -> str:
-    """Returns the codec of a profile that has one, `none` aside."""
     names = [costs.codec for costs in profile.codecs if costs.codec != "none"]
     if len(names) != 1:
         known = ", ".join(names) or "none; measure some with hipress profile --codecs"
@@ -197,7 +193,6 @@ def _only_codec(profile: Profile) -> str:
 
 
 def _plan_step(path: Path, options: SearchOptions, output: Path) -> PlanReport:
-    """Returns the plan with the shortest step."""
     from hipress.casync.graphs import strategies
     from hipress.cli.sweep import check_ranks
     from hipress.profile import Profile
@@ -240,7 +235,6 @@ def _plan_step(path: Path, options: SearchOptions, output: Path) -> PlanReport:
 
 
 def _rows(made: PlanReport) -> list[dict[str, Any]]:
-    """Returns a row for each gradient of the plan and of the profile."""
     rows = []
     for name in dict.fromkeys([*made.ready_s, *made.plan.gradients]):
         decision = made.plan.decision(name)
@@ -300,7 +294,6 @@ def _print_table(made: PlanReport) -> None:
 
 
 def _summary(made: PlanReport) -> str:
-    """Returns what the plan does, in one line."""
     plan = made.plan
     text = f"{plan.num_compressed} of {len(plan.gradients)} gradients compressed"
     if plan.step_s is None or plan.plain_step_s is None:

@@ -14,6 +14,7 @@ from typer import Option
 
 from hipress.cli import ui
 from hipress.cli.options import (
+    MOST_HOSTS,
     Batch,
     ClusterOptions,
     check_memory,
@@ -21,6 +22,7 @@ from hipress.cli.options import (
     takes_options,
     timed_model,
 )
+from hipress.environment import read_environment
 from hipress.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class ProfileCluster(ClusterOptions):
 
     hosts: Annotated[
         int | None,
-        Option(min=1, max=64, help=f"Emulated hosts, a rank each; {HOSTS} if not given."),
+        Option(min=1, max=MOST_HOSTS, help=f"Emulated hosts, a rank each; {HOSTS} if not given."),
     ] = None  # type: ignore[assignment]
     rate: Annotated[
         str | None,
@@ -94,7 +96,7 @@ def profile(
         raise UsageError(
             "--timeout acts on the lab; leave it out inside a job: the job's launcher ends it."
         )
-    if not in_job or rank_of(os.environ) == "0":
+    if not in_job or read_environment().rank == 0:
         # It makes the file and takes it away: not on all ranks at once.
         ui.check_writable(output, "--output")
     hosts = 0 if in_job else cluster.hosts or HOSTS
@@ -127,17 +129,6 @@ def in_a_job(environ: Mapping[str, str]) -> bool:
     # A batch script has no step, and a shell that srun opened has one task.
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
     return bool(environ.get("SLURM_STEP_ID")) and tasks != "1"
-
-
-def rank_of(environ: Mapping[str, str]) -> str:
-    """Returns the rank that a launcher has given this process.
-
-    Example:
-        >>> rank_of({"RANK": "1"}), rank_of({"SLURM_PROCID": "0"})
-        ('1', '0')
-    """
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-    return next((found for name in names if (found := environ.get(name))), "0")
 
 
 def benchmark(
@@ -193,7 +184,6 @@ def run(
 
 
 def _in_job(benchmark: ProfileBenchmark) -> Profile | None:
-    """Measures between the ranks of the job that this process is one of."""
     import torch
     import torch.distributed as dist
 

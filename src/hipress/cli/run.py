@@ -124,7 +124,6 @@ def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tup
 
 
 def _refuse_idle(options: list[str], nproc: int | None) -> None:
-    """Refuses options that would change nothing."""
     if options:
         where = "one host" if nproc is None else "this machine alone (--nproc)"
         raise UsageError(

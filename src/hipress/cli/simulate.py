@@ -118,7 +118,6 @@ def simulate(
 
 
 def _profile(options: SweepOptions) -> Profile:
-    """Returns the profile of a file, or of a published cluster."""
     from hipress.profile import Profile
     from hipress.secopa.sosp21 import presets
     from hipress.secopa.what_if import on_own_machines, with_plain
@@ -141,10 +140,10 @@ def _profile(options: SweepOptions) -> Profile:
 
 
 def _sweeps(made: Profile, options: SweepOptions) -> list[Sweep]:
-    """Returns all that is to be simulated; refuses what can be refused."""
     from hipress.casync.graphs import strategies
     from hipress.cli.sweep import Sweep, check_ranks, read_plan
-    from hipress.secopa.what_if import parse_rate, with_rate
+    from hipress.secopa.what_if import with_rate
+    from hipress.units import parse_rate
 
     is_preset = options.preset is not None
     codecs = _codecs(made, options.codec or (PRESET_CODECS if is_preset else None))
@@ -201,7 +200,6 @@ def _codecs(made: Profile, asked: str | None) -> tuple[str, ...]:
 
 
 def _rows(sweeps: Sequence[Sweep], timeline: Path | None) -> list[dict[str, Any]]:
-    """Returns the rows of all sweeps, with a progress bar on stderr."""
     rows: list[dict[str, Any]] = []
     with ui.progress_bar(len(sweeps)) as begin:
         for sweep in sweeps:
@@ -229,7 +227,7 @@ def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> N
         ui.Column(header="rate", show=lambda row: row["rate"] or "as given"),
         *STEP_COLUMNS,
     ]
-    ui.print_table(f"SimulatedStep steps: {_title(made)}", columns, rows, to_stderr=to_stderr)
+    ui.print_table(f"Simulated steps: {_title(made)}", columns, rows, to_stderr=to_stderr)
     if any(row["nodes"] > MOST_WHOLE for row in rows):
         typer.echo(
             f"Above {MOST_WHOLE} nodes one rank stands for all, one that aggregates: its MB are "

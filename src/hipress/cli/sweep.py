@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hipress.casync.graphs import strategies
 from hipress.cli.options import timed_model
 from hipress.cli.ui import number, text
-from hipress.errors import UsageError
+from hipress.errors import UsageError, did_you_mean
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Profile
 from hipress.secopa.cluster import SimulatedStep
@@ -57,18 +56,14 @@ class Sweep:
     rate: str | None = None
     """As the user wrote it; None: as measured."""
     plan: Plan | None = None
-    """A plan that is simulated too."""
     plan_name: str = ""
     auto: bool = False
-    """Whether to search for the best plan."""
     auto_codecs: tuple[str, ...] | None = None
     """Codecs that the search may use; None: the budget decides."""
     patience_s: float = 10.0
-    """Seconds for the search."""
 
     @cached_property
     def simulator(self) -> Simulator:
-        """The simulator of the cluster."""
         return Simulator(self.profile, self.num_ranks, most_simulated=MOST_WHOLE)
 
     @property
@@ -91,10 +86,8 @@ class Sweep:
         return rows
 
     def write_timeline(self, path: Path) -> str:
-        """Simulates the first choice, or plain if there is none, and writes its timeline.
-
-        Returns:
-            What was simulated, in words.
+        """Simulates the first choice, or plain if there is none, and writes its timeline; returns
+        what was simulated, in words.
         """
         from hipress.secopa.simulate import traces
         from hipress.timeline import chrome_trace
@@ -168,11 +161,10 @@ def read_plan(
     read = Plan.load(path)
     numels = {g.name: g.numel for g in made.model.gradients} if made.model is not None else {}
     if unknown := [name for name in read.gradients if name not in numels]:
-        near = difflib.get_close_matches(unknown[0], numels, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UsageError(
-            f"the plan speaks of {unknown[0]!r}{hint}, which this model does not have; make a plan "
-            f"for this model (its first gradients are: {', '.join(list(numels)[:5])})."
+            f"the plan speaks of {unknown[0]!r}{did_you_mean(unknown[0], numels)}, which this "
+            "model does not have; make a plan for this model (its first gradients are: "
+            f"{', '.join(list(numels)[:5])})."
         )
     if read.takes_codec:
         known = [costs.codec for costs in made.codecs if costs.codec != "none"]
@@ -206,9 +198,6 @@ def layers(name: str) -> tuple[list[Layer], int]:
 
     The model is built without memory for its numbers, and its operations are counted, not done.
     Backward works for a layer in proportion to what forward does in it.
-
-    Raises:
-        UsageError: There is no such model, or it brings no data.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

@@ -9,18 +9,19 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from hipress.cli.options import takes_options
 from hipress.cli.ui import JsonOutput, bars
 from hipress.errors import HipressError, UsageError
+from hipress.train.config import TrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from hipress.launch import World
-    from hipress.train.config import TrainConfig
     from hipress.train.ranks import Ranks
     from hipress.train.result import Facts, Result
 
@@ -39,101 +39,7 @@ LEAVING_S = 5.0
 MARGIN_S = 30.0
 """By how much torch's timeout is longer than ours."""
 
-_data = partial(Option, rich_help_panel="Data")
-_length = partial(Option, rich_help_panel="Length and learning rate")
-_exchange = partial(Option, rich_help_panel="Exchange")
 _output = partial(Option, rich_help_panel="Checkpoints and output")
-_machine = partial(Option, rich_help_panel="Machine")
-
-DATA = (
-    "digits, synthetic, fashion-mnist DIR, cifar100 DIR, imagefolder DIR, text FILE or "
-    "parallel-text SRC TGT."
-)
-CODEC = "Expression, e.g. 'dgc(ratio=0.01)'; auto; uncompressed is plain DDP."
-PLAN = "File that decides for each gradient: plan.json, or SeCoPaPlan.txt with --codec."
-MODEL = "A built-in model (docs/models.md), or package.module:callable."
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """The options of a training: the fields of its `TrainConfig`, as the command line has them."""
-
-    model: Annotated[str, Option(help=MODEL)] = "cnn"
-    data: Annotated[str, _data(help=DATA)] = "digits"
-    batch: Annotated[int | None, _data(min=1, help="Examples per rank and step.")] = None
-    side: Annotated[int | None, _data(min=1, help="Pixels of an image's side.")] = None
-    length: Annotated[int | None, _data(min=2, help="Tokens of a sequence.")] = None
-    tokens: Annotated[str | None, _data(help="What text is cut into: bytes or words.")] = None
-    loaders: Annotated[int | None, _data(min=0, help="Processes that prepare batches.")] = None
-    codec: Annotated[str | None, _exchange(help=CODEC)] = None
-    strategy: Annotated[str | None, _exchange(help="ps, ring, hierarchical or allreduce.")] = None
-    plan: Annotated[Path | None, _exchange(help=PLAN)] = None
-    min_size: Annotated[
-        int | None,
-        _exchange(min=0, help="Gradients with fewer elements are left alone; 4096 if not given."),
-    ] = None
-    exclude: Annotated[
-        list[str] | None, _exchange(help="Parameters left alone: name or pattern.")
-    ] = None
-    include: Annotated[list[str] | None, _exchange(help="Parameters compressed though small.")] = (
-        None
-    )
-    plain_steps: Annotated[int, _exchange(min=0, help="First steps without compression.")] = 0
-    epochs: Annotated[float | None, _length(help="How long; 1 if neither is given.")] = None
-    steps: Annotated[int | None, _length(min=1, help="How long, in steps.")] = None
-    optimizer: Annotated[str, _length(help="sgd, adam or adamw.")] = "sgd"
-    rate: Annotated[
-        float | None,
-        _length("--lr", help="Learning rate, not scaled by ranks; 0.01 for sgd, else 0.001."),
-    ] = None
-    momentum: Annotated[
-        float | None, _length(help="Momentum of sgd, 0.9; left out where the codec has it.")
-    ] = None
-    nesterov: Annotated[bool, _length("--nesterov", help="Nesterov's momentum.")] = False
-    weight_decay: Annotated[float, _length(help="L2 term.")] = 0.0
-    rate_mode: Annotated[str, _length("--lr-mode", help="constant, step or cosine.")] = "constant"
-    rate_decay: Annotated[float | None, _length("--lr-decay", help="Factor of each step, 0.1.")] = (
-        None
-    )
-    decay_epochs: Annotated[
-        str | None, _length("--lr-decay-epochs", help="When the rate steps, e.g. 50,80.")
-    ] = None
-    warmup_epochs: Annotated[
-        float, _length(help="Epochs in which the rate rises from --warmup-lr.")
-    ] = 0.0
-    warmup_rate: Annotated[float, _length("--warmup-lr", help="Where the rate starts.")] = 0
-    clip_norm: Annotated[float | None, _length(help="Largest norm of the gradient.")] = None
-    accumulate: Annotated[int, _length(min=1, help="Batches of a step.")] = 1
-    amp: Annotated[str, _length(help="Mixed precision: off, bf16 or fp16.")] = "off"
-    seed: Annotated[int, _length(min=0, help="Seed of weights, order and codecs.")] = 0
-    checkpoint: Annotated[
-        Path | None, _output(help="Folder for checkpoints, seen by all hosts.")
-    ] = None
-    checkpoint_every: Annotated[
-        int | None, _output(min=1, help="Steps between checkpoints; each epoch if not given.")
-    ] = None
-    resume: Annotated[bool, _output("--resume", help="Go on from --checkpoint.")] = False
-    log_every: Annotated[int, _output(min=1, help="Steps between lines.")] = 10
-    eval_every: Annotated[float, _output(help="Epochs between evaluations; 0: at the end.")] = 1.0
-    no_eval: Annotated[bool, _output("--no-eval", help="Never evaluate.")] = False
-    check_every: Annotated[int, _output(min=0, help="Steps between comparisons of ranks.")] = 0
-    timeline: Annotated[Path | None, _output(help="Trace of five steps, for Perfetto.")] = None
-    device: Annotated[str, _machine(help="auto, cpu or cuda.")] = "auto"
-    backend: Annotated[str, _machine(help="auto, gloo or nccl.")] = "auto"
-
-    def config(self, paths: list[Path] | None) -> TrainConfig:
-        """Returns the configuration of the training."""
-        from hipress.train.config import TrainConfig
-
-        fields = vars(self) | {
-            "paths": tuple(paths or ()),
-            "exclude": tuple(self.exclude or ()),
-            "include": tuple(self.include or ()),
-            "decay_epochs": _epochs(self.decay_epochs),
-            "evaluates": not self.no_eval,
-        }
-        del fields["no_eval"]
-        return TrainConfig(**fields)
 
 
 @app.command(
@@ -142,10 +48,7 @@ class TrainOptions:
 )
 @takes_options
 def train(
-    options: TrainOptions,
-    paths: Annotated[
-        list[Path] | None, Argument(help="Folder or files of --data, where it has any.")
-    ] = None,
+    config: TrainConfig,
     log: Annotated[Path | None, _output(help="File for JSON lines; - for stdout.")] = None,
     json: Annotated[Path | None, _output(help="Write the result here; - for stdout.")] = None,
 ) -> None:
@@ -159,23 +62,13 @@ def train(
     output = JsonOutput(json, "train")
     if str(log) == "-" and output.is_stdout:
         raise UsageError("--log - and --json - both want stdout; give one of them a file.")
-    _run(options.config(paths), log, output)
-
-
-def _epochs(text: str | None) -> tuple[float, ...]:
-    try:
-        return () if text is None else tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f"--lr-decay-epochs {text!r} is not a list of numbers; give e.g. 50,80."
-        ) from None
+    _run(config, log, output)
 
 
 # --- a rank ---------------------------------------------------------------------------------------
 
 
 def _run(config: TrainConfig, log: Path | None, output: JsonOutput) -> None:
-    """Runs this process as a rank."""
     from hipress import launch, settings
     from hipress.bench.cluster import leave
     from hipress.errors import AgreementError, TrainingError
@@ -228,7 +121,6 @@ def _store(world: World) -> Store:
 def _train(
     config: TrainConfig, log: Path | None, ranks: Ranks, world: World, store: Store
 ) -> tuple[Facts, Result]:
-    """Trains as this rank, from its device to the result."""
     import torch.distributed as dist
 
     from hipress import settings
@@ -276,12 +168,8 @@ def _leave_together(world: World, store: Store) -> None:
 
 
 class TrainView:
-    """Shows a training: a bar where stderr is a terminal, lines where it is not, and the log.
-
-    Args:
-        log: Where JSON lines go, if anywhere.
-        progress: The bar, if there is one.
-        is_shown: False on all ranks but one, since all of them have the same rows.
+    """Shows a training: a bar where stderr is a terminal, lines where it is not, and JSON lines in
+    the log. All ranks have the same rows, so that `is_shown` is False on all but one.
     """
 
     def __init__(
@@ -304,7 +192,6 @@ class TrainView:
             )
 
     def on_step(self, step: int) -> None:
-        """Moves the bar."""
         if self._progress is not None and self._bar is not None:
             self._progress.update(self._bar, completed=step)
 
@@ -321,7 +208,6 @@ class TrainView:
             self._progress.update(self._bar, status=status)
 
     def on_end(self, result: Result) -> None:
-        """Writes the last line of the log."""
         self._write({"kind": "end", **asdict(result)})
 
     def _print(self, text: str) -> None:

@@ -190,10 +190,8 @@ def progress_bar(num_parts: int) -> Iterator[Callable[[str], Callable[[float], N
 
 
 class DemoView:
-    """Shows how far each training of `hipress demo` is.
-
-    Args:
-        progress: The bars; None where stderr is not a terminal, which gets a line now and then.
+    """Shows how far each training of `hipress demo` is: bars, or a line now and then where stderr
+    is not a terminal and `progress` is None.
     """
 
     def __init__(self, progress: Progress | None) -> None:

@@ -1,4 +1,4 @@
-"""What a codec is: state in and state out, a frame on the wire."""
+"""The interface of a codec: state in and state out, a frame on the wire."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ WEIGHT = "weight"
 
 
 def lr_ratio(state: State | None) -> float:
-    """The factor on the residual: last step's learning rate over this one's, 1 unless given.
+    """Returns the factor on the residual: the last step's learning rate over this one's, or 1.
 
-    dist-EF-SGDM (Zheng et al., NeurIPS 2019) needs it where the rate changes; set
+    dist-EF-SGDM (Zheng et al., NeurIPS 2019) needs it when the rate changes; set
     `state["lr_ratio"] = torch.tensor(lr_before / lr_now)` before `encode`.
     """
     given = None if state is None else state.get("lr_ratio")
@@ -43,7 +43,7 @@ def lr_ratio(state: State | None) -> float:
 
 
 def workers(num_workers: int) -> int:
-    """The number of workers of an aggregator; refuses what is not a whole number above 0."""
+    """Returns the number of workers of an aggregator; refuses any but a whole number above 0."""
     whole = isinstance(num_workers, Integral) and not isinstance(num_workers, bool)
     if not whole or num_workers < 1:
         raise UsageError(
@@ -56,7 +56,7 @@ def workers(num_workers: int) -> int:
 def frames_to_merge(
     payloads: Sequence[torch.Tensor], worker: Codec, numel: int
 ) -> list[torch.Tensor]:
-    """The frames of workers as `merge` takes them; refuses what cannot be merged."""
+    """Returns the frames of workers as `merge` takes them; refuses what cannot be merged."""
     if isinstance(payloads, torch.Tensor) or not isinstance(payloads, Iterable):
         raise UsageError(
             f"merge was given one {type(payloads).__name__} as payloads; it takes a list, the "
@@ -69,7 +69,7 @@ def frames_to_merge(
         )
     if isinstance(numel, dict):
         raise UsageError(
-            "merge was given a state where the number of elements stands: "
+            "merge was given a state in place of the number of elements; call "
             "merge(payloads, worker, numel, state)."
         )
     size = worker.wire_bytes(numel)
@@ -79,9 +79,9 @@ def frames_to_merge(
     for k, payload in enumerate(frames):
         if payload.numel() != size or payload.device != frames[0].device:
             raise FrameError(
-                f"merge: frame {k} has {payload.numel()} bytes on {payload.device}; of "
-                f"numel={numel} elements {worker.name} makes {size}, on {frames[0].device} as "
-                "the first."
+                f"merge: frame {k} has {payload.numel()} bytes on {payload.device}; for "
+                f"numel={numel} elements {worker.name} makes {size}, on {frames[0].device} like "
+                "the first frame."
             )
     return frames
 
@@ -113,7 +113,7 @@ class Codec(ABC):
 
     @abstractmethod
     def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
-        """Fresh state for tensors like `x`.
+        """Returns new state for tensors like `x`.
 
         Args:
             x: A tensor with the shape, dtype and device of those to come.
@@ -140,12 +140,12 @@ class Codec(ABC):
     def encode(
         self, x: torch.Tensor, state: State | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The frame of `x`; updates `state` in place and leaves `x` as it is.
+        """Returns the frame of `x`; updates `state` in place and leaves `x` as it is.
 
         Args:
-            x: float32, float16 or bfloat16, any shape.
-            state: From `init`; may be left out where that is empty.
-            out: Where to write: a uint8 tensor of `wire_bytes(x.numel())`.
+            x: A tensor of float32, float16 or bfloat16, of any shape.
+            state: From `init`; may be left out if that is empty.
+            out: A uint8 tensor of `wire_bytes(x.numel())` to write to.
         """
 
     @abstractmethod
@@ -157,31 +157,31 @@ class Codec(ABC):
         add: bool = False,
         alpha: float = 1.0,
     ) -> torch.Tensor:
-        """`out = alpha * decoded`, or `out += alpha * decoded` with `add`.
+        """Sets `out = alpha * decoded`, or `out += alpha * decoded` with `add`, and returns it.
 
         Args:
             payload: A frame of this codec.
-            out: Where to write; a new 1-D float32 tensor if None.
+            out: The tensor to write to; a new 1-D float32 tensor if None.
             add: Add to `out` instead of overwriting it.
             alpha: A factor, e.g. one over the number of ranks.
 
         Raises:
-            FrameError: `payload` is damaged, foreign, or of another codec.
+            FrameError: `payload` is damaged, is not a frame, or belongs to another codec.
         """
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """Bytes of the frame of a tensor with `numel` elements."""
+        """Returns the bytes of the frame of a tensor with `numel` elements."""
 
     @abstractmethod
     def aggregator(self, num_workers: int) -> Codec:
-        """The codec for the way back: whoever averages the workers' gradients encodes with it.
+        """Returns the codec for the way back, which encodes the average of the workers' gradients.
 
         It has a state and a size of its own. Momentum is not applied a second time; sparse codecs
         have room for the union of what the workers picked.
 
         Args:
-            num_workers: How many gradients are averaged.
+            num_workers: The number of gradients that are averaged.
 
         Example:
             >>> import hipress
@@ -199,19 +199,18 @@ class Codec(ABC):
         alpha: float | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The frame of the workers' mean: what an aggregator sends back.
+        """Returns the frame of the workers' mean, which an aggregator sends back.
 
         Decodes `payloads` in the order they are given, which is that of the ranks, and encodes
-        the sum times `alpha`. On a GPU this is one kernel where both codecs go element by
-        element.
+        the sum times `alpha`. On a GPU this is one kernel if both codecs go element by element.
 
         Args:
             payloads: Frames of `worker`, all on one device.
             worker: The codec that made them.
-            numel: Elements of each.
-            state: Of this codec, from `init`.
+            numel: The number of elements in each.
+            state: The state of this codec, from `init`.
             alpha: A factor; one over the number of frames if None.
-            out: Where to write, as in `encode`.
+            out: The tensor to write to, as in `encode`.
 
         Example:
             >>> import torch, hipress
@@ -228,7 +227,7 @@ class Codec(ABC):
         for k, payload in enumerate(frames):
             try:
                 worker.decode(payload, out=mean, add=True, alpha=alpha)
-            except UsageError as error:  # frames of several numbers of elements may be as long
+            except UsageError as error:  # frames with other numbers of elements may be as long
                 raise FrameError(
                     f"merge: frame {k} does not hold numel={numel} elements; give the number of "
                     "elements of the gradients."
@@ -236,7 +235,7 @@ class Codec(ABC):
         return self.encode(mean, state, out=out)
 
     def bulk(self, numels: Iterable[int]) -> Bulk:
-        """This codec for many gradients at once, in one frame (see `Bulk`).
+        """Returns this codec for many gradients at once, in one frame (see `Bulk`).
 
         Args:
             numels: The number of elements of each gradient, in order.
@@ -248,9 +247,9 @@ class Codec(ABC):
 
     @property
     def shares_stream(self) -> bool:
-        """Whether all ranks, the aggregator among them, must be given one `stream`.
+        """Whether all ranks, including the aggregator, must use the same `stream`.
 
-        Others round at random, and their errors cancel only if each rank has its own.
+        Other codecs round at random, and their errors cancel only if each rank has its own.
 
         Example:
             >>> import hipress
@@ -265,7 +264,7 @@ class Codec(ABC):
         return ((0, self),)
 
     def phase(self, step: int) -> Codec:
-        """The codec for a step of training: itself, unless its rate changes over time.
+        """Returns the codec for a step of training: itself, unless its rate changes over time.
 
         Example:
             >>> import hipress
@@ -276,7 +275,7 @@ class Codec(ABC):
         return [codec for start, codec in self.phases if start <= step or start == 0][-1]
 
     def max_wire_bytes(self, numel: int) -> int:
-        """Bytes that hold the frame of any phase."""
+        """Returns the bytes of the largest frame of any phase."""
         return max(codec.wire_bytes(numel) for _, codec in self.phases)
 
     def __repr__(self) -> str:

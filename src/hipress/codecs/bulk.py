@@ -1,4 +1,4 @@
-"""Many small gradients in one frame: on a GPU in the launches of one.
+"""Many small gradients in one frame; on a GPU that takes as few launches as one gradient.
 
 The gradients lie in one flat buffer, each on a multiple of `ALIGN` elements, and so do the states
 of their codec. A frame holds their bodies side by side, as `frame` describes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ class Bulk:
     """A codec for a fixed list of gradients at once.
 
     Args:
-        codec: A codec of the table; wrappers that are fused into it come along.
+        codec: A codec of the table, with the wrappers that are fused into it.
         numels: The number of elements of each gradient, in order.
 
     Example:
@@ -49,24 +50,21 @@ class Bulk:
         self._bodies = [codec.wire_bytes(n) - frame.frame_bytes([0]) for n in self.numels]
         self.wire_bytes = frame.frame_bytes(self._bodies)
         """Bytes of the frame."""
-        self.offsets: list[int] = []
+        padded = [-(-n // ALIGN) * ALIGN for n in self.numels]
+        self.offsets = list(accumulate(padded[:-1], initial=0))
         """Where each gradient starts in the flat buffer."""
-        at = 0
-        for n in self.numels:
-            self.offsets.append(at)
-            at += -(-n // ALIGN) * ALIGN
-        self.numel = at
+        self.numel = sum(padded)
         """Elements of the flat buffer."""
         self.kept: dict[Any, Any] = {}
-        """What kernels on a device need to know about these gradients: made once."""
+        """What kernels on a device need to know about these gradients, made once."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients inside a flat buffer."""
+        """Returns the gradients inside a flat buffer."""
         pairs = zip(self.offsets, self.numels, strict=True)
         return [flat[at : at + n] for at, n in pairs]
 
     def init(self, flat: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
-        """Fresh state for buffers like `flat`; gradient k draws its numbers with seed + k."""
+        """Returns new state for buffers like `flat`; gradient k draws its numbers with seed + k."""
         self._check(flat, "the buffer")
         seed, stream = tensors.seed(seed, "seed"), tensors.seed(stream, "stream")
         state: State = self.codec.init(flat)
@@ -80,7 +78,7 @@ class Bulk:
     def encode(
         self, flat: torch.Tensor, state: State | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One frame of all gradients; updates `state` in place."""
+        """Returns one frame of all gradients; updates `state` in place."""
         dtype = self._check(flat, "the buffer")
         if out is None:
             out = torch.empty(self.wire_bytes, dtype=torch.uint8, device=flat.device)
@@ -97,7 +95,7 @@ class Bulk:
         return out
 
     def _check_seeds(self, state: State | None) -> None:
-        """Refuses a state of the codec itself, which has one seed for one gradient."""
+        """Refuses a state of the codec itself, which has one seed only."""
         if state is None or not self.codec.random:
             return
         for key in ("seed", "stream"):
@@ -111,12 +109,12 @@ class Bulk:
     def decode(
         self, payload: torch.Tensor, *, out: torch.Tensor, add: bool = False, alpha: float = 1.0
     ) -> torch.Tensor:
-        """`out = alpha * decoded` (`out +=` with `add`) for all gradients of a flat buffer.
+        """Sets `out = alpha * decoded` (`out +=` with `add`) for all gradients of a flat buffer.
 
         Elements between gradients stay as they are.
 
         Raises:
-            FrameError: `payload` is damaged or of another bulk.
+            FrameError: `payload` is damaged or belongs to another bulk.
         """
         dtype = self._check(out, "out")
         alpha = tensors.factor(alpha)
@@ -137,8 +135,7 @@ class Bulk:
     def header(self) -> torch.Tensor:
         """Header and table of the frame."""
         whole = torch.zeros(self.wire_bytes, dtype=torch.uint8)
-        pairs = zip(self.numels, self._bodies, strict=True)
-        bodies = [frame.Body(n, size) for n, size in pairs]
+        bodies = list(map(frame.Body, self.numels, self._bodies))
         header = frame.Header(codec_hash=self.codec.codec_hash)
         frame.write_header(whole.numpy(), header, bodies)
         return whole[: frame.frame_bytes([0] * len(bodies))].clone()
@@ -146,11 +143,7 @@ class Bulk:
     @cached_property
     def places(self) -> list[int]:
         """Where each body starts in the frame."""
-        places, at = [], frame.frame_bytes([0] * len(self.numels))
-        for size in self._bodies:
-            places.append(at)
-            at += size
-        return places
+        return list(accumulate(self._bodies[:-1], initial=self.header.numel()))
 
     def _check(self, flat: torch.Tensor, what: str) -> str:
         if not isinstance(flat, torch.Tensor):
@@ -166,7 +159,7 @@ class Bulk:
             )
         return dtype
 
-    # One after the other, where launches cost nothing.
+    # On a CPU, where launches cost nothing, one gradient after the other.
 
     def _encode_each(
         self,
@@ -208,7 +201,7 @@ class Bulk:
 
 
 def _checked(numels: Iterable[int]) -> tuple[int, ...]:
-    """The numbers of elements; refuses what no bulk is made of."""
+    """Returns the numbers of elements; refuses what is not a list of them."""
     if not isinstance(numels, Iterable) or isinstance(numels, torch.Tensor | str):
         raise UsageError(
             f"bulk was given a {type(numels).__name__}; it takes the number of elements of each "
@@ -216,7 +209,9 @@ def _checked(numels: Iterable[int]) -> tuple[int, ...]:
         )
     found = tuple(tensors.integer(n, f"bulk: numels[{k}]") for k, n in enumerate(numels))
     if not 1 <= len(found) <= frame.MAX_BODIES:
-        raise UsageError(f"bulk of {len(found)} gradients; it takes 1 to {frame.MAX_BODIES}.")
+        raise UsageError(
+            f"bulk was given {len(found)} gradients; it takes 1 to {frame.MAX_BODIES}."
+        )
     for k, numel in enumerate(found):
         if numel < 1:
             raise UsageError(

@@ -6,7 +6,7 @@
     value      := true | false | integer | float | word
 
 A path may hold spaces; one that holds any of `( ) , =` goes in quotes: `ef("runs (2)/my.pse")`.
-Which names and options exist is the codec table's business, not this module's.
+The codec table decides which names and options exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from hipress.errors import UsageError
 Value: TypeAlias = bool | int | float | str
 
 MAX_CHARS = 1000
-"""Longest expression."""
 MAX_DEPTH = 16
 """Most codecs inside one another."""
 
@@ -32,7 +31,7 @@ _FLOAT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Everything up to the next mark, so that a path keeps its spaces, dots and slashes.
 _PLAIN = re.compile(r"[^(),=]*")
 _QUOTED = re.compile(r"(?P<quote>['\"])(?P<path>.*?)(?P=quote)\s*", re.DOTALL)
-# Python's spelling is taken too: whoever writes exact=False means it.
+# Python's spelling is taken too, since exact=False is easily written.
 _BOOLS = {"true": True, "True": True, "false": False, "False": False}
 _CODEC = "a codec name or the path of a .pse program"
 _VALUE = "a value (true, false, a number or a word)"
@@ -84,12 +83,12 @@ class Call:
         return _is_path(self.name)
 
     def depth(self) -> int:
-        """Return the number of codecs inside one another, this one included."""
+        """Returns the number of codecs inside one another, this one included."""
         return 1 + max((arg.depth() for arg in self.args), default=0)
 
 
 def parse(text: str) -> Call:
-    """Return the call that a codec expression means.
+    """Returns the call that a codec expression means.
 
     Raises:
         UsageError: with the expression, the column and what was expected there.
@@ -104,7 +103,7 @@ def parse(text: str) -> Call:
 
 
 def is_name(text: str) -> bool:
-    """Whether an expression can name a codec so.
+    """Returns whether an expression can use this name for a codec.
 
     >>> is_name("one-bit"), is_name("1bit")
     (True, False)
@@ -127,7 +126,7 @@ class _Parser:
         return call
 
     def call(self, name: str, start: int, depth: int) -> Call:
-        """Read the arguments of a codec whose name was read, if it has any."""
+        """Reads the arguments of a codec whose name was read, if it has any."""
         if not (is_name(name) or _is_path(name)):
             if _INT.fullmatch(name) or _FLOAT.fullmatch(name):
                 raise UsageError(
@@ -180,7 +179,7 @@ class _Parser:
         options[key] = value
 
     def word(self) -> tuple[str, int]:
-        """Read a name, path, key or value; return it with the index where it starts."""
+        """Reads a name, path, key or value; returns it with the index where it starts."""
         self.skip_spaces()
         start = self.at
         if self.text.startswith(("'", '"'), start):
@@ -209,7 +208,7 @@ class _Parser:
             self.at += 1
 
     def fail(self, expected: str, start: int, found: str = "") -> NoReturn:
-        """Refuse the expression at `start`, where `found` (or one character) stands."""
+        """Refuses the expression at `start`, where `found` (or one character) stands."""
         found = found or self.text[start : start + 1]
         problem = f"has {found!r}" if found else "ends"
         raise UsageError(
@@ -242,7 +241,7 @@ def _is_value(value: Value) -> bool:
 
 
 def _value(word: str) -> Value | None:
-    """Return the value that a word means, None when it means none."""
+    """Returns the value that a word stands for, None if there is none."""
     value: Value = word
     if word in _BOOLS:
         return _BOOLS[word]
@@ -254,7 +253,7 @@ def _value(word: str) -> Value | None:
 
 
 def _advice(key: str, value: Value) -> str:
-    """How to give an option that is refused."""
+    """Returns how to give an option that was refused."""
     if isinstance(value, float):
         return "a number must be finite"
     if isinstance(value, str) and _value(value) not in (None, value):

@@ -1,8 +1,8 @@
-"""Runs a codec's kernels on a GPU: nothing here waits for the device.
+"""Runs a codec's kernels on a GPU without waiting for the device.
 
 The host checks lengths and shapes. What only the device can see (a frame's header, counts and
 indices in it) is clamped there, and a damaged frame sets a word in pinned memory: the next call
-on that device finds it and says so.
+on that device finds it and raises an error.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GpuKernels:
     def decode(
         self, payload: torch.Tensor, out: torch.Tensor, *, add: bool, alpha: float, waits: bool
     ) -> None:
-        """`out = alpha * decoded`, or `out += alpha * decoded`; `waits` finds damage at once."""
+        """Writes `alpha * decoded` to `out`, or adds it; `waits` makes it find damage at once."""
         device = out.device
         raise_pending(device)
         kernels = self._decode_add if add else self._decode
@@ -143,7 +143,7 @@ class GpuKernels:
         return header
 
     def header(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Header and table of the frame of some elements, on the device."""
+        """Returns header and table of the frame of `numel` elements, on the device."""
         key = (numel, device)
         if key not in self._headers:
             size = self._codec.wire_bytes(numel)
@@ -190,22 +190,19 @@ class GpuMerge:
 
 @cache
 def error_word(device: torch.device) -> torch.Tensor:
-    """A word that kernels set where they find damage; in memory that the host can read."""
+    """Returns the word that kernels set when they find damage, in memory that the host can read."""
     return torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 _refusals: dict[torch.device, tuple[str, ...]] = {}
-"""What the numbers in a device's error word mean: of the last kernel that may have set it."""
+"""What the numbers in a device's error word mean for the last kernel that may have set it."""
 
 
 def raise_pending(device: torch.device | str) -> None:
-    """Raises where work that was started on a device before found damage.
+    """Raises a FrameError if work that was started on a device before has found damage.
 
-    Each call of a codec asks this first. Who replays a captured graph, or makes no further call,
-    asks after `torch.cuda.synchronize()`.
-
-    Raises:
-        FrameError: Once for each time that damage was found.
+    Each call of a codec does this first. After the replay of a captured graph, or after the last
+    call, do it yourself when `torch.cuda.synchronize()` has returned.
     """
     device = torch.device(device)
     word = error_word(device)
@@ -220,8 +217,8 @@ def raise_pending(device: torch.device | str) -> None:
         )
 
 
-# Copied from the host, not filled on the device: whoever comes first waits until they are there,
-# and no other stream can read them before.
+# Copied from the host, not filled on the device: the first caller waits until they are there, and
+# no other stream can read them before.
 
 
 @cache
@@ -237,7 +234,7 @@ def _one(device: torch.device) -> torch.Tensor:
 def _rng(
     kernel: Kernel, state: State | None, device: torch.device, count: int = 1
 ) -> list[torch.Tensor]:
-    """seed, stream and step, on the device; any tensor where no random number is drawn."""
+    """Returns seed, stream and step on the device; zeros if no random number is drawn."""
     if not kernel.random:
         return [_zeros(device, count)] * 3
     assert state is not None
@@ -253,7 +250,7 @@ def _rng(
 
 
 def _ratio(state: State | None, device: torch.device) -> torch.Tensor:
-    """The factor on the residual, on the device."""
+    """Returns the factor on the residual, on the device."""
     given = None if state is None else state.get("lr_ratio")
     if given is None:
         return _one(device)
@@ -263,6 +260,6 @@ def _ratio(state: State | None, device: torch.device) -> torch.Tensor:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The elements as kernels take them: bfloat16 as its bits."""
+    """Returns the elements as kernels take them: bfloat16 as its bits."""
     x = x.detach().reshape(-1)
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x

@@ -12,14 +12,7 @@ import torch
 
 from hipress import settings
 from hipress.codecs import frame, tensors
-from hipress.codecs.base import (
-    RANDOM_KEYS,
-    Codec,
-    State,
-    frames_to_merge,
-    lr_ratio,
-    workers,
-)
+from hipress.codecs.base import RANDOM_KEYS, Codec, State, frames_to_merge, lr_ratio, workers
 from hipress.compll.backends.threads import runner
 from hipress.compll.build import Bound, Loaded
 from hipress.compll.ir import MAX_NUMEL
@@ -31,16 +24,14 @@ if TYPE_CHECKING:
     from hipress.codecs.gpu import GpuKernels, GpuMerge
 
 MAX_MERGED = 16
-"""Most frames that one kernel averages: each is a pointer and a load more in its loop."""
+"""Most frames that one kernel averages: each adds a pointer, and a load to its loop."""
 WRAPPER_KEYS = frozenset({"residual", "added_residual", "momentum", "added_momentum"})
-"""Keys whose content would be lost by a codec that does not keep them; any other key may be there,
-for a caller may keep something of its own in the same dict."""
+"""Keys whose content a codec that does not keep them would lose; other keys are allowed, since a
+caller may keep something of its own in the same dict."""
 RESERVED = {*RANDOM_KEYS, "lr_ratio"}
-"""Keys of a state that no program can take."""
-
+"""Keys of a state that no program can use for its own."""
 MAX_BYTES = 2**48
-"""A frame cannot be larger; 2^32 - 1 elements in double precision take 2^35."""
-
+"""Most bytes of a frame; 2^32 - 1 elements in double precision take 2^35."""
 HEAD_BYTES = frame.frame_bytes([0])
 """Header and table of a frame with one body."""
 
@@ -50,9 +41,10 @@ class Family:
     """The codecs that belong to a codec of the table."""
 
     back: Callable[[int, bool], Codec | None] = lambda workers, feedback: None
-    """For the way back, from the number of workers and whether there is feedback; None: itself."""
-    phases: Callable[[], list[tuple[int, Codec]]] = list
-    """First step and codec of each phase; none where there is one only."""
+    """Returns the codec for the way back, from the number of workers and whether there is error
+    feedback; None stands for the codec itself."""
+    phases: Callable[[], list[tuple[int, ProgramCodec]]] = list
+    """Returns the first step and the codec of each phase; nothing if there is one phase only."""
 
 
 class ProgramCodec(Codec):
@@ -61,10 +53,10 @@ class ProgramCodec(Codec):
     Args:
         bound: The program with its parameters.
         name: The expression that makes this codec.
-        variant: Wrappers that are fused into its encode.
-        mu: The momentum factor, where `variant` has momentum.
-        backend: A CompLL backend; by default what `HIPRESS_BACKEND` says at each call.
-        family: Where it comes from, if that decides the way back or has phases.
+        variant: The wrappers that are fused into its encode.
+        mu: The momentum factor, if `variant` has momentum.
+        backend: A CompLL backend; by default the one of `HIPRESS_BACKEND` at each call.
+        family: The codecs for the way back and for other phases of training.
         shares_stream: Whether all ranks must draw the same random numbers.
     """
 
@@ -88,7 +80,8 @@ class ProgramCodec(Codec):
         self._shares_stream = shares_stream
         self._gpu_kernels: dict[str, GpuKernels] = {}
         self._merges: dict[tuple[int, int], GpuMerge | None] = {}
-        # Made now, not at first use: a wrong program, or a wrapper that cannot be fused, shows.
+        # Made now, not at first use, so that a wrong program, or a wrapper that cannot be fused,
+        # is refused here.
         self._kernel = bound.kernels(variant=variant)[0]
         self._body_bytes = bound.body_bytes()
         taken = sorted(set(self.state_names) & RESERVED)
@@ -115,7 +108,7 @@ class ProgramCodec(Codec):
         return "cpu" if chosen == "auto" else chosen
 
     def runs_on_gpu(self, x: torch.Tensor) -> bool:
-        """Whether the gpu backend takes this tensor; refuses one that no backend in use takes."""
+        """Returns whether the gpu backend takes a tensor; refuses one that the backend cannot."""
         chosen = self._backend or settings.backend()
         if chosen == "auto":
             return x.is_cuda
@@ -134,28 +127,17 @@ class ProgramCodec(Codec):
     def with_variant(
         self, variant: Variant, name: str, mu: float = 0.9, family: Family | None = None
     ) -> ProgramCodec:
-        """The same program under other wrappers."""
-        return ProgramCodec(
-            self.bound,
-            name=name,
-            variant=variant,
-            mu=mu,
-            backend=self._backend,
-            family=family or self.family,
-            shares_stream=self._shares_stream,
-        )
+        """Returns the same program under other wrappers."""
+        return self._copy(variant=variant, name=name, mu=mu, family=family or self.family)
 
     def on_backend(self, backend: str) -> ProgramCodec:
-        """The same codec on one backend, whatever the settings say."""
-        return ProgramCodec(
-            self.bound,
-            name=self.name,
-            variant=self.variant,
-            mu=self.mu,
-            backend=backend,
-            family=self.family,
-            shares_stream=self._shares_stream,
-        )
+        """Returns the same codec on one backend, whatever the settings are."""
+        return self._copy(backend=backend)
+
+    def _copy(self, **changed: Any) -> ProgramCodec:
+        kept = {"name": self.name, "variant": self.variant, "mu": self.mu}
+        kept |= {"backend": self._backend, "family": self.family}
+        return ProgramCodec(self.bound, shares_stream=self._shares_stream, **{**kept, **changed})
 
     def aggregator(self, num_workers: int) -> Codec:
         return self.family.back(workers(num_workers), self.variant.feedback) or self
@@ -183,7 +165,7 @@ class ProgramCodec(Codec):
         if not isinstance(numel, int):
             numel = tensors.integer(numel, "the number of elements")
         if not 0 <= numel <= MAX_NUMEL:
-            raise UsageError(f"a gradient of {numel} elements; a codec takes 0 to {MAX_NUMEL}.")
+            raise UsageError(f"the gradient has {numel} elements; a codec takes 0 to {MAX_NUMEL}.")
         size = HEAD_BYTES + self._body_bytes(numel)
         if size > MAX_BYTES:
             raise UsageError(
@@ -249,7 +231,9 @@ class ProgramCodec(Codec):
         alpha: float = 1.0,
     ) -> torch.Tensor:
         if out is not None:
-            _checked_target(payload, out)
+            _check_target(payload, out)
+        elif add:
+            raise UsageError("decode with add=True needs out=, the tensor to add to.")
         if not isinstance(alpha, float):
             alpha = tensors.factor(alpha)
         payload = tensors.checked_payload(payload)
@@ -260,8 +244,6 @@ class ProgramCodec(Codec):
         numel = body.numel
         self._check_body(body)
         if out is None:
-            if add:
-                raise UsageError("decode with add=True needs out=, the tensor to add to.")
             out = torch.empty(numel, dtype=torch.float32)
         elif out.numel() != numel:
             raise UsageError(f"out has {out.numel()} elements; the frame holds {numel}.")
@@ -280,11 +262,9 @@ class ProgramCodec(Codec):
     def _decode_on_gpu(
         self, payload: torch.Tensor, out: torch.Tensor | None, add: bool, alpha: float
     ) -> torch.Tensor:
-        """Without `out` the frame is read, and all of it checked, on the host."""
+        """Reads and checks the whole frame on the host if there is no `out`."""
         waits = out is None
         if out is None:
-            if add:
-                raise UsageError("decode with add=True needs out=, the tensor to add to.")
             _, body = frame.read_single(payload.cpu().numpy(), self.codec_hash)
             self._check_body(body)
             out = torch.empty(body.numel, dtype=torch.float32, device=payload.device)
@@ -328,7 +308,7 @@ class ProgramCodec(Codec):
         return out
 
     def _merge_of(self, worker: Codec, payloads: Sequence[torch.Tensor]) -> GpuMerge | None:
-        """The kernel that merges frames of `worker`, where there is one."""
+        """Returns the kernel that merges frames of `worker`, if there is one."""
         if not isinstance(worker, ProgramCodec):
             return None
         if len(payloads) > MAX_MERGED or not self.runs_on_gpu(payloads[0]):
@@ -341,10 +321,8 @@ class ProgramCodec(Codec):
             self._merges[key] = None if merge is None else GpuMerge(worker, self, merge)
         return self._merges[key]
 
-    # Inside.
-
     def gpu(self, dtype: str) -> GpuKernels:
-        """The kernels for tensors of a dtype on a GPU."""
+        """Returns the kernels for tensors of a dtype on a GPU."""
         if dtype not in self._gpu_kernels:
             from hipress.codecs.gpu import GpuKernels
 
@@ -360,7 +338,7 @@ class ProgramCodec(Codec):
         rng: tuple[int, int, int],
         rho: float,
     ) -> bool:
-        """Writes the body of a frame on the CPU; whether there was a NaN or an infinity."""
+        """Writes the body of a frame on the CPU; returns whether x had a NaN or an infinity."""
         loaded = self._load(dtype)
         params = self.bound.floats(loaded.encode, {MU: self.mu, RHO: rho})
         elements, pool = tensors.flat(x.contiguous()), runner(settings.num_threads())
@@ -399,7 +377,7 @@ class ProgramCodec(Codec):
         return tuple(array.label for array in self._kernel.states)
 
     def _check_body(self, body: frame.BodyView) -> None:
-        """Refuses a body whose length is not that of its elements."""
+        """Refuses a body whose length does not fit its number of elements."""
         expected = self._body_bytes(body.numel) if body.numel <= MAX_NUMEL else -1
         if body.num_bytes != expected:
             raise FrameError(
@@ -412,7 +390,7 @@ class ProgramCodec(Codec):
         return frozenset([*self.state_names, *RANDOM_KEYS * self._kernel.random])
 
     def held(self, state: State | None, x: torch.Tensor) -> list[torch.Tensor]:
-        """The state's arrays in the order that kernels take them."""
+        """Returns the state's arrays in the order that kernels take them."""
         keys = self._state_keys
         if state is None:
             if keys:
@@ -425,20 +403,18 @@ class ProgramCodec(Codec):
         return [state[name].view(-1) for name in self.state_names]
 
     def _rng(self, state: State | None) -> tuple[int, int, int]:
-        """(seed, stream, step) on the host."""
+        """Returns (seed, stream, step) on the host."""
         if state is None or not self._kernel.random:
             return (0, 0, 0)
         seed, stream, step = (tensors.whole(key, state[key]) for key in RANDOM_KEYS)
         return seed & (2**64 - 1), stream & (2**32 - 1), step & (2**32 - 1)
 
     def _stateless(self, call: str) -> UsageError:
-        """For a call without the state that this codec keeps."""
         return UsageError(
             f"{self.name} keeps state; make it once with state = c.init(x) and pass it: c.{call}."
         )
 
     def _foreign(self, state: Any) -> UsageError:
-        """Why a state is not one of this codec."""
         if not isinstance(state, dict):
             return UsageError(
                 f"the state is a {type(state).__name__}, not a dict; make it with "
@@ -454,7 +430,7 @@ class ProgramCodec(Codec):
         )
 
 
-def _checked_target(payload: torch.Tensor, out: torch.Tensor) -> None:
+def _check_target(payload: torch.Tensor, out: torch.Tensor) -> None:
     tensors.storage(out, "out")
     if not out.is_contiguous():
         raise UsageError("out is not contiguous; decode into a contiguous tensor and copy.")

@@ -21,10 +21,6 @@ class Option:
     about: str = ""
 
 
-def _same(options: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(options)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """Describes one codec of the table."""
@@ -35,7 +31,7 @@ class Spec:
     """What it sends, in one line."""
     paper: str
     options: tuple[Option, ...] = ()
-    params: Callable[[Mapping[str, Any]], dict[str, Any]] = _same
+    params: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     """The program's parameters, from the options."""
     feedback: bool = False
     """Whether it needs error feedback to converge, and so has it unless `ef=false`."""
@@ -74,14 +70,14 @@ def positive(value: Any) -> bool:
     return number(value) and 1e-30 <= value <= 1e30
 
 
-def fraction(value: Any) -> bool:
-    """Returns whether an option is at least 0 and below 1, also when rounded to binary32."""
-    return number(value) and 0 <= value <= 0.999999
-
-
 def truth(value: Any) -> bool:
     """Returns whether an option is true or false."""
     return isinstance(value, bool)
+
+
+def fraction(value: Any) -> bool:
+    """Returns whether an option is at least 0 and below 1, also when rounded to binary32."""
+    return number(value) and 0 <= value <= 0.999999
 
 
 # Options of several codecs.

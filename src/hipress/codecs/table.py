@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 from collections.abc import Mapping
@@ -13,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from hipress.codecs import expression, wrappers
+from hipress.codecs import expression
 from hipress.codecs.base import Codec
 from hipress.codecs.expression import Call, Value
 from hipress.codecs.program import Family, ProgramCodec
-from hipress.codecs.spec import Option, Spec
+from hipress.codecs.spec import FRACTION_RULE, Option, Spec, fraction
 from hipress.compll.build import Program, parse_program, read_program
 from hipress.compll.passes.derive import Variant
-from hipress.errors import HipressError, UsageError
+from hipress.errors import HipressError, UsageError, did_you_mean
 
 TABLE = {
     "none": "hipress.codecs.none",
@@ -37,23 +36,23 @@ TABLE = {
     "topk": "hipress.codecs.topk",
     "randomk": "hipress.codecs.randomk",
 }
-"""Name of a built-in codec: the module whose `SPEC` describes it."""
+"""The module whose `SPEC` describes each built-in codec."""
 
 ENTRY_POINTS = "hipress.codecs"
-"""The group of entry points where other packages name a `Spec` of theirs."""
+"""The group of entry points in which other packages name their `Spec`."""
 
 WRAPPERS = ("ef", "momentum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What `describe` tells of a codec."""
+    """What `describe` returns for a codec."""
 
     name: str
     summary: str
     paper: str
     options: Mapping[str, str]
-    """Each option with its default, what it is and its rule."""
+    """The default, the meaning and the rule of each option."""
     feedback: bool
     """Whether error feedback is on unless `ef=false`."""
     program: str
@@ -61,7 +60,7 @@ class Description:
 
 
 def names() -> list[str]:
-    """The codecs at hand: built-in ones, then those of other packages.
+    """Returns the names of all codecs: the built-in ones, then those of other packages.
 
     Example:
         >>> "onebit" in names()
@@ -71,22 +70,22 @@ def names() -> list[str]:
 
 
 def broken() -> dict[str, str]:
-    """Codecs of other packages that cannot be made with their defaults, each with the reason.
+    """Returns codecs of other packages that cannot be made with their defaults, with the reasons.
 
-    Whoever walks over `names()` leaves these out, so that one package does not stop the rest.
+    A loop over `names()` should leave these out, so that one package does not stop the rest.
     """
     reasons = {}
     for name in _others():
         try:
             codec(name)
-        except Exception as error:  # their functions run here: anything may come
-            text = str(error) if isinstance(error, HipressError) else f"{name}: {error!r}"
-            reasons[name] = text
+        except Exception as error:  # their functions run here: anything may be raised
+            known = isinstance(error, HipressError)
+            reasons[name] = str(error) if known else f"{name}: {error!r}"
     return reasons
 
 
 def describe(name: str) -> Description:
-    """What a codec does, its options and their defaults, its paper and its program.
+    """Returns what a codec does, its options and their defaults, its paper and its program.
 
     Example:
         >>> describe("topk").feedback
@@ -98,8 +97,8 @@ def describe(name: str) -> Description:
         raise UsageError(f"{name!r} wraps a codec, e.g. '{name}(onebit)'; describe the one inside.")
     if not expression.is_name(name):
         raise UsageError(
-            f"describe({name!r}): that is no name of a codec, e.g. 'topk'; of a program in a file, "
-            "and of options, `hipress compll check FILE` tells."
+            f"describe({name!r}): that is not the name of a codec, e.g. 'topk'; for a program in a "
+            "file, and its options, use `hipress compll check FILE`."
         )
     spec = _spec(name)
     return Description(
@@ -113,7 +112,7 @@ def describe(name: str) -> Description:
 
 
 def codec(expr: str, **options: Value) -> Codec:
-    """The codec that an expression names.
+    """Returns the codec that an expression names.
 
     Args:
         expr: E.g. `onebit`, `ef(topk(ratio=0.01))`, `momentum(ef(onebit), mu=0.9)`, or the path
@@ -138,8 +137,42 @@ def codec(expr: str, **options: Value) -> Codec:
     return _build(call) if _has_path(call) else _cached(str(call))
 
 
+def feedback(inner: ProgramCodec) -> ProgramCodec:
+    """Returns `ef(inner)`, which adds what compression lost to the next gradient."""
+    if inner.variant.momentum:
+        raise UsageError(
+            f"ef({inner.name}) would feed back what momentum made; write momentum(ef(...)) instead."
+        )
+    if inner.variant.feedback:
+        return inner
+
+    def phases() -> list[tuple[int, ProgramCodec]]:
+        return [(start, feedback(phase)) for start, phase in inner.family.phases()]
+
+    family = Family(inner.family.back, phases)
+    return inner.with_variant(Variant(feedback=True), f"ef({inner.name})", family=family)
+
+
+def momentum(inner: ProgramCodec, *, mu: float = 0.9, nesterov: bool = True) -> ProgramCodec:
+    """Returns `momentum(inner, mu=..., nesterov=...)`, which sends the gradients' momentum."""
+    if not fraction(mu):
+        raise UsageError(f"momentum: mu={mu} must be {FRACTION_RULE}, e.g. 0.9.")
+    if inner.variant.momentum:
+        raise UsageError(f"{inner.name} has momentum already; write momentum(...) once.")
+
+    def phases() -> list[tuple[int, ProgramCodec]]:
+        rows = inner.family.phases()
+        return [(start, momentum(phase, mu=mu, nesterov=nesterov)) for start, phase in rows]
+
+    # Momentum is for the workers: on the way back it would be applied a second time.
+    family = Family(lambda workers, _: inner.aggregator(workers), phases)
+    variant = Variant(feedback=inner.variant.feedback, momentum=True, nesterov=nesterov)
+    name = f"momentum({inner.name}, mu={mu!r}, nesterov={_shown(nesterov)})"
+    return inner.with_variant(variant, name, mu, family)
+
+
 def remade(name: str, codec_hash: int, backend: str | None) -> Codec:
-    """The codec that was pickled, made again by its name.
+    """Returns the codec that was pickled, made again by its name.
 
     Raises:
         UsageError: Its program is gone, or is no longer the one that was pickled.
@@ -156,7 +189,7 @@ def remade(name: str, codec_hash: int, backend: str | None) -> Codec:
 
 
 @lru_cache(maxsize=256)
-def _cached(expr: str) -> Codec:
+def _cached(expr: str) -> ProgramCodec:
     return _build(expression.parse(expr))
 
 
@@ -164,7 +197,7 @@ def _has_path(call: Call) -> bool:
     return call.is_path or any(_has_path(a) for a in call.args)
 
 
-def _build(call: Call) -> Codec:
+def _build(call: Call) -> ProgramCodec:
     if call.name in WRAPPERS:
         return _wrap(call)
     if call.args:
@@ -198,14 +231,14 @@ def _build(call: Call) -> Codec:
 
 
 def _family(call: Call, spec: Spec, values: dict[str, Any]) -> Family:
-    """The codecs that belong to one: for the way back, and for other phases of training."""
+    """Returns the codecs for the way back and for other phases of training."""
 
     def back(num_workers: int, feedback: bool) -> Codec | None:
         if spec.back is None:
             return None
         return codec(spec.back({**values, "ef": feedback}, num_workers))
 
-    def phases() -> list[tuple[int, Codec]]:
+    def phases() -> list[tuple[int, ProgramCodec]]:
         rows = [] if spec.phases is None else spec.phases(values)
         asked = [(name, value) for name, value in call.options if name == "ef"]
         return [(start, _phase(call.name, {**values, **changed}, asked)) for start, changed in rows]
@@ -213,11 +246,11 @@ def _family(call: Call, spec: Spec, values: dict[str, Any]) -> Family:
     return Family(back, phases)
 
 
-def _phase(name: str, values: dict[str, Any], asked: list[tuple[str, Value]]) -> Codec:
+def _phase(name: str, values: dict[str, Any], asked: list[tuple[str, Value]]) -> ProgramCodec:
     return _cached(str(Call(name, (), (*values.items(), *asked))))
 
 
-def _wrap(call: Call) -> Codec:
+def _wrap(call: Call) -> ProgramCodec:
     if len(call.args) != 1:
         raise UsageError(f"{call.name} takes one codec, e.g. '{call.name}(onebit)'.")
     arg = call.args[0]
@@ -228,7 +261,7 @@ def _wrap(call: Call) -> Codec:
     if call.name == "ef":
         if options:
             raise _misplaced(call, next(iter(options)), [])
-        return wrappers.feedback(inner)
+        return feedback(inner)
     mu, nesterov = options.pop("mu", 0.9), options.pop("nesterov", True)
     if options:
         raise _misplaced(call, next(iter(options)), ["mu", "nesterov"])
@@ -237,19 +270,18 @@ def _wrap(call: Call) -> Codec:
             f"momentum: mu={_shown(mu)} must be a number and nesterov={_shown(nesterov)} "
             "true or false."
         )
-    return wrappers.momentum(inner, mu=float(mu), nesterov=nesterov)
+    return momentum(inner, mu=float(mu), nesterov=nesterov)
 
 
 def _no_option(name: str, option: str, known: list[str]) -> UsageError:
-    close = difflib.get_close_matches(option, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
     return UsageError(
-        f"{name} has no option {option!r}; it takes: {', '.join(known) or 'none'}.{hint}"
+        f"{name} has no option {option!r}{did_you_mean(option, known)}; it takes: "
+        f"{', '.join(known) or 'none'}."
     )
 
 
 def _misplaced(call: Call, option: str, known: list[str]) -> UsageError:
-    """For an option that a wrapper does not have: maybe the codec inside has it."""
+    """Returns the error for an option that a wrapper does not have; the codec inside may."""
     inner = call.args[0]
     while inner.args:
         inner = inner.args[0]
@@ -287,18 +319,17 @@ def _spec(name: str) -> Spec:
         spec = _load(others[name])
     else:
         known = names()
-        close = difflib.get_close_matches(name, [*known, *WRAPPERS], n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UsageError(
-            f"no codec {name!r}; there are: {', '.join(known)}, wrapped by "
-            f"{' and '.join(WRAPPERS)}, or the path of a .pse program.{hint}"
+            f"no codec {name!r}{did_you_mean(name, [*known, *WRAPPERS])}; there are: "
+            f"{', '.join(known)}, wrapped by {' and '.join(WRAPPERS)}, or the path of a .pse "
+            "program."
         )
     assert isinstance(spec, Spec)
     return spec
 
 
 def _others() -> dict[str, metadata.EntryPoint]:
-    """Codecs of other packages; one that no expression could name is told in the log."""
+    """Returns the codecs of other packages; warns about one that no expression could name."""
     others = {}
     for point in metadata.entry_points(group=ENTRY_POINTS):
         if point.name in TABLE or point.name in WRAPPERS:
@@ -310,7 +341,7 @@ def _others() -> dict[str, metadata.EntryPoint]:
     return others
 
 
-@lru_cache(maxsize=256)  # told once
+@lru_cache(maxsize=256)  # so that it warns once
 def _ignore(point: metadata.EntryPoint, reason: str) -> None:
     logging.getLogger("hipress").warning(
         "the codec %r of %r is ignored: %s; rename its entry point.",
@@ -321,7 +352,7 @@ def _ignore(point: metadata.EntryPoint, reason: str) -> None:
 def _load(point: metadata.EntryPoint) -> Spec:
     try:
         spec = point.load()
-    except Exception as error:  # whatever that package does when it is imported
+    except Exception as error:  # the import of another package may raise anything
         raise UsageError(
             f"the codec {point.name!r} of {point.value!r} cannot be loaded: {error}."
         ) from error

@@ -19,7 +19,7 @@ STORAGE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 def storage(x: torch.Tensor, what: str) -> str:
-    """The storage name of a gradient's dtype; refuses what no kernel takes."""
+    """Returns the name in CompLL of a gradient's dtype; refuses what no kernel takes."""
     if not isinstance(x, torch.Tensor):
         raise UsageError(
             f"{what} is a {type(x).__name__}; a codec takes a torch.Tensor: use torch.as_tensor(x)."
@@ -45,12 +45,12 @@ def on_device(x: torch.Tensor, what: str) -> None:
 
 
 def gpu_takes(x: torch.Tensor) -> bool:
-    """Whether the gpu backend runs where this tensor is."""
+    """Returns whether the gpu backend runs on the device of this tensor."""
     return x.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def check_state(name: str, held: torch.Tensor, x: torch.Tensor) -> None:
-    """Refuses what cannot be a state for the gradient `x`."""
+    """Refuses an array that cannot be a state for the gradient `x`."""
     if (
         isinstance(held, torch.Tensor)
         and held.dtype == torch.float32
@@ -74,17 +74,15 @@ def check_state(name: str, held: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def integer(value: Any, what: str) -> int:
-    """A whole number that a caller gave; `what` says which, and what it is for."""
-    if isinstance(value, int):
-        return value
-    if isinstance(value, Integral):  # of NumPy
+    """Returns a whole number that a caller gave; `what` names it in the error."""
+    if isinstance(value, Integral):  # NumPy's too
         return int(value)
     found = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
     raise UsageError(f"{what} is {found}; it must be a whole number.")
 
 
 def seed(value: Any, what: str) -> int:
-    """A seed or a stream: whole, of 64 bits, as a state holds it."""
+    """Returns a seed or a stream: a whole number of 64 bits, as a state holds it."""
     number = integer(value, what)
     if not -(2**63) <= number < 2**63:
         raise UsageError(f"{what} is {number}; it must lie between -2^63 and 2^63 - 1.")
@@ -92,7 +90,7 @@ def seed(value: Any, what: str) -> int:
 
 
 def factor(alpha: Any) -> float:
-    """What decode multiplies by: a number, or a tensor that holds one."""
+    """Returns the factor of decode from a number or a tensor that holds one."""
     if isinstance(alpha, float | int):
         return alpha
     if isinstance(alpha, Real) or (isinstance(alpha, torch.Tensor) and alpha.numel() == 1):
@@ -102,7 +100,7 @@ def factor(alpha: Any) -> float:
 
 
 def whole(name: str, held: torch.Tensor) -> int:
-    """The integer that a state holds: its seed, its stream or its step."""
+    """Returns the integer that a state holds: its seed, its stream or its step."""
     try:
         return int(held)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -112,7 +110,7 @@ def whole(name: str, held: torch.Tensor) -> int:
 
 
 def checked_out(out: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
-    """Memory for a frame of some bytes, flat; refuses what kernels cannot write to."""
+    """Returns memory for a frame of some bytes, flat; refuses what kernels cannot write to."""
     if not isinstance(out, torch.Tensor):
         raise UsageError(f"out is a {type(out).__name__}; encode writes into a uint8 tensor.")
     if out.device != device:
@@ -130,7 +128,7 @@ def checked_out(out: torch.Tensor, size: int, device: torch.device) -> torch.Ten
 
 
 def checked_payload(payload: torch.Tensor) -> torch.Tensor:
-    """A frame as kernels read it; refuses what is none."""
+    """Returns a frame as kernels read it; refuses what is not a frame."""
     if not isinstance(payload, torch.Tensor):
         raise FrameError(
             f"a payload is a 1-D uint8 tensor, as encode returns it; this is a "
@@ -149,7 +147,7 @@ def checked_payload(payload: torch.Tensor) -> torch.Tensor:
 
 
 def flat(x: torch.Tensor) -> NDArray[Any]:
-    """The elements of a contiguous CPU tensor, 16-bit floats as uint16."""
+    """Returns the elements of a contiguous CPU tensor, 16-bit floats as uint16."""
     x = x.detach()
     if x.dtype in (torch.float16, torch.bfloat16):
         return x.reshape(-1).view(torch.int16).numpy().view(np.uint16)
@@ -157,7 +155,7 @@ def flat(x: torch.Tensor) -> NDArray[Any]:
 
 
 def scratch(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory for one kernel call; each thread keeps the largest it was asked for."""
+    """Returns memory for one kernel call; each thread keeps the largest it was asked for."""
     held: NDArray[np.uint8] | None = getattr(_local, "scratch", None)
     if held is None or held.nbytes < num_bytes:
         held = np.empty(max(num_bytes, 65_536), np.uint8)

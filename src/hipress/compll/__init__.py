@@ -9,7 +9,7 @@ The rooms in walking order; each imports only from rooms above it and from `ir`:
                 schedule (the fewest passes over memory), cost (what a kernel moves)
     backends/   kernels to source: render and host (shared), reference (NumPy), cpu (numba, with
                 threads), gpu (Triton)
-    build       the whole way, with the cache on disk
-    tools/      what `hipress compll` needs besides: half (one function alone), show (each stage as
-                text), emit (an importable package)
+    build       the whole way, with the cache on disk; a program of one function alone
+    tools/      what `hipress compll` needs besides: show (each stage as text), emit (an importable
+                package)
 """

@@ -22,18 +22,16 @@ from typing import Any, Protocol
 from hipress import settings
 from hipress.compll.backends.host import HOST_PRELUDE, body_bytes_source
 from hipress.compll.front import ast, check
+from hipress.compll.front.arrays import Draft
 from hipress.compll.front.check import Param, ParamValue
+from hipress.compll.front.graph import Graph
 from hipress.compll.front.parse import fail, parse
 from hipress.compll.ir import Kernel
 from hipress.compll.passes import derive
 from hipress.compll.passes.derive import PLAIN, Pair, Variant
 from hipress.errors import BackendError, MissingDependencyError, UsageError
 
-BACKENDS = {
-    "reference": "hipress.compll.backends.reference",
-    "cpu": "hipress.compll.backends.cpu",
-    "gpu": "hipress.compll.backends.gpu",
-}
+BACKENDS = {b: f"hipress.compll.backends.{b}" for b in ("reference", "cpu", "gpu")}
 """Name of a backend to the module that renders it: `render(kernels, title=...) -> source`."""
 
 
@@ -195,8 +193,6 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Merge:
-    """A module with a kernel that merges frames."""
-
     module: ModuleType
     kernel: Kernel
 
@@ -206,7 +202,6 @@ _merges: dict[tuple[Any, ...], Merge | None] = {}
 
 
 def renderer(backend: str) -> Renderer:
-    """Returns the backend of this name."""
     if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; choices: {', '.join(BACKENDS)}.")
     module: Any = importlib.import_module(BACKENDS[backend])
@@ -279,16 +274,6 @@ def read_source(path: str | Path) -> ast.Source:
     return parse(text, file=str(path))
 
 
-def half_function(path: str | Path) -> tuple[ast.Source, ast.Function] | None:
-    """Returns the function of a file that holds one, if the other is not beside it either."""
-    source = read_source(path)
-    functions = _functions(source)
-    if len(functions) != 1 or _beside(Path(path), *functions):
-        return None
-    [function] = functions.values()
-    return source, function
-
-
 def parse_program(text: str, *, file: str = "<program>") -> Program:
     """Returns a program from text that holds both functions."""
     source = parse(text, file=file)
@@ -352,3 +337,70 @@ def _beside(path: Path, have: str) -> Path | None:
     """Returns the file that holds the other half of a program, if there is one."""
     beside = path.with_name(path.name.replace(have, _OTHER[have]))
     return beside if beside.name != path.name and beside.exists() else None
+
+
+# One function of a program without its other half.
+
+
+def read_any(path: str | Path) -> Program:
+    """Reads the program in a file, or what there is of it (see `Half`)."""
+    source = read_source(path)
+    functions = _functions(source)
+    if len(functions) != 1 or _beside(Path(path), *functions):
+        return read_program(path)
+    [(have, function)] = functions.items()
+    params = check.signature(source, function).params
+    # The pair holds the one function twice; `BoundHalf` never uses the one that is missing.
+    pair = Pair((source, function), (source, function))
+    return Half(function.name.removesuffix(have) or "Program", pair, params, source.text)
+
+
+@dataclass(frozen=True)
+class Half(Program):
+    """A program of which only one function is there.
+
+    An encode function alone can be checked, shown and compiled. A decode function alone can be
+    checked where it declares the sizes of what it extracts; its kernels need the layout of the
+    payload, which the encode function defines.
+    """
+
+    @property
+    def function(self) -> ast.Function:
+        return self.pair.encode[1]
+
+    @property
+    def missing(self) -> str:
+        is_encode = self.function.name.endswith("Encode")
+        return self.function.name[:-6] + ("Decode" if is_encode else "Encode")
+
+    def bind(self, values: Mapping[str, Any]) -> BoundHalf:
+        bound = super().bind(values)
+        return BoundHalf(self, bound.values)
+
+
+@dataclass(frozen=True)
+class BoundHalf(Bound):
+    """Half of a program with its parameters, which makes one kernel at most."""
+
+    program: Half
+
+    def kernels(self, *, dtype: str = "f32", variant: Variant = PLAIN) -> tuple[Kernel, ...]:
+        half = self.program
+        if half.missing.endswith("Encode"):
+            self.check()
+            raise UsageError(
+                f"{half.function.name} alone gives no kernel: the layout of the payload comes from "
+                f"{half.missing}; put that into the same file or beside it."
+            )
+        if variant.feedback:
+            raise UsageError(
+                f"error feedback needs {half.missing} too; put it into the same file or beside it."
+            )
+        return (derive.encode_kernel(half.pair, self.static, dtype=dtype, variant=variant),)
+
+    def check(self) -> None:
+        source, function = self.program.pair.encode
+        if self.program.missing.endswith("Decode"):
+            derive.encode_kernel(self.program.pair, self.static)
+        else:
+            check.evaluate(source, function, Draft(Graph()), params=self.static)

@@ -22,22 +22,13 @@ MAX_NUMEL = 2**32 - 1
 """Most elements of one gradient: an index fits `uint32` on the wire."""
 
 STORAGE_BITS = {
-    "f32": 32,
-    "f16": 16,
-    "bf16": 16,
-    "i64": 64,
-    "u1": 1,
-    "u2": 2,
-    "u4": 4,
-    "u8": 8,
-    "u16": 16,
-    "u32": 32,
+    **{"f32": 32, "f16": 16, "bf16": 16, "i64": 64},
+    **{f"u{bits}": bits for bits in (1, 2, 4, 8, 16, 32)},
 }
 """How an element lies in memory; `u1`, `u2` and `u4` are packed, low bits first."""
 
 PACKED = ("u1", "u2", "u4")
 RANDOM = ("uniform", "bits32")
-"""Operations that draw random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +136,6 @@ class Fold:
 
     @property
     def exprs(self) -> list[Expr]:
-        """The values it is made of."""
         return [self.body, self.init, *([self.combine] if self.combine is not None else [])]
 
 
@@ -247,7 +237,6 @@ class Scatter:
     value: Expr
     array: Array
     clear: bool
-    """Whether the array starts from zero."""
     distinct: bool = False
     """Whether no two indices can be equal."""
 
@@ -263,7 +252,6 @@ Pass = Loop | Compact | Select | Sorting | Scan | Scatter | Scalars
 
 
 def pass_folds(p: Pass) -> list[Fold]:
-    """Returns the reductions that a pass computes."""
     if isinstance(p, Loop):
         return [f for phase in p.phases for f in phase.folds]
     return list(p.folds) if isinstance(p, Compact) else []
@@ -296,8 +284,6 @@ def pass_exprs(p: Pass) -> list[Expr]:
 
 @dataclass(frozen=True, slots=True)
 class Require:
-    """A condition on the payload; where it fails the frame is refused with `message`."""
-
     cond: Expr
     message: str
 
@@ -325,7 +311,6 @@ class Kernel:
 
     @cached_property
     def random(self) -> bool:
-        """Whether a random number is drawn."""
         # Asked for in every call of a codec; looking at all passes takes 40 us.
         exprs = [e for p in self.passes for e in pass_exprs(p)]
         return any(e.op in RANDOM for e in walk(exprs))
@@ -405,5 +390,4 @@ def block_sizes(exprs: Iterable[Expr]) -> set[int]:
 
 
 def loads(roots: Iterable[Expr]) -> list[Array]:
-    """Returns the arrays that some values read, in order of first use."""
     return list(dict.fromkeys(e.attr for e in walk(roots) if e.is_load))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hipress.errors import UsageError
+from hipress.units import RATE_UNITS, number_and_unit
 
-_RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _DELAY_UNITS = {"us": 1, "ms": 10**3, "s": 10**6}
 _MIN_RATE, _MAX_RATE = 10**4, 32 * 10**9
 """The kernel's token bucket counts bytes per second in 32 bits, which ends at 34 gbit."""
@@ -42,7 +41,7 @@ def parse_rate(text: str | None) -> int | None:
     """Return the bits per second of a rate such as "1gbit"; None for "none"."""
     if text is None or text == "none":
         return None
-    rate = _number_and_unit(text, _RATE_UNITS)
+    rate = number_and_unit(text, RATE_UNITS)
     if rate is None:
         raise UsageError(
             f"rate {text!r} is not a number and a unit; write 1gbit, 250mbit, 64kbit, or none"
@@ -56,7 +55,7 @@ def parse_delay(text: str | None) -> int:
     """Return the microseconds of a delay such as "5ms"; 0 for "none"."""
     if text is None or text in ("none", "0"):
         return 0
-    delay = _number_and_unit(text, _DELAY_UNITS)
+    delay = number_and_unit(text, _DELAY_UNITS)
     if delay is None:
         raise UsageError(
             f"delay {text!r} is not a number and a unit; write 5ms, 0.5ms, 100us, 1s, or none"
@@ -70,7 +69,7 @@ def parse_loss(text: str | None) -> float:
     """Return the fraction that a loss such as "0.1%" stands for; 0 for "none"."""
     if text is None or text in ("none", "0"):
         return 0.0
-    percent = _number_and_unit(text, {"%": 1})
+    percent = number_and_unit(text, {"%": 1})
     if percent is None:
         raise UsageError(f"loss {text!r} is not a percentage; write 0.1%, 2%, or none")
     if percent > 100:
@@ -98,10 +97,3 @@ def burst_bytes(rate_bits: int) -> int:
 def queue_bytes(rate_bits: int) -> int:
     """Bytes that may wait at a shaped end: 50 ms, and never less than 1 MB."""
     return max(10**6, rate_bits // 8 // 20)
-
-
-def _number_and_unit(text: str, units: dict[str, int]) -> float | None:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z%]+)", text.strip().lower())
-    if match is None or match[2] not in units:
-        return None
-    return float(match[1]) * units[match[2]]

@@ -238,8 +238,8 @@ class Relay:
 
         host i: eth0 (tap) --- this process: waits, loses --- port<i> (tap): bridge
 
-    Packets are taken with their offload header, so a TCP stream passes in pieces of up to 64 KB and
-    one process carries 1 gbit both ways with a fraction of a core.
+    Packets are taken with their offload header, so a TCP stream passes in segments of up to 64 KB,
+    and one process carries 1 gbit both ways with a fraction of a core.
 
     Args:
         pid: A process in the host's network namespace.

@@ -69,12 +69,8 @@ def costed_graph(
     """
     graph = shape.graph(rank)
     numels = [sum(part.numel for part in members) for members in shape.layout.members]
-    followers: list[list[int]] = [[] for _ in graph.tasks]
-    for place, task in enumerate(graph.tasks):
-        for need in task.needs:
-            followers[need].append(place)
     model = _CostModel(numels, costs, plain, element_bytes)
-    return CostedGraph(rank=rank, tasks=tuple(model.tasks(graph, followers)))
+    return CostedGraph(rank=rank, tasks=tuple(model.tasks(graph)))
 
 
 @dataclass(frozen=True)
@@ -84,9 +80,9 @@ class _CostModel:
     plain: CodecCosts
     element_bytes: int
 
-    def tasks(self, graph: Graph, followers: Sequence[Sequence[int]]) -> list[CostedTask]:
+    def tasks(self, graph: Graph) -> list[CostedTask]:
         found = []
-        for task, behind in zip(graph.tasks, followers, strict=True):
+        for task, behind in zip(graph.tasks, graph.followers, strict=True):
             computes = task.verb in COMPUTING
             slot = (task.reads or task.writes)[0]
             found.append(

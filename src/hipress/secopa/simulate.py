@@ -224,7 +224,7 @@ def _event(span: Span, syncs: Sequence[Synchronisation]) -> Event:
     return Event(
         verb=span.verb,
         name=sync.name if sync else "",
-        piece=span.chunk,
+        chunk=span.chunk,
         queue=span.queue,
         start_ns=round(span.start_s * 1e9),
         end_ns=round(span.end_s * 1e9),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from hipress.errors import UsageError
 from hipress.plan import Decision, exempt_reason
 from hipress.profile import Curve, Profile
@@ -11,8 +9,6 @@ from hipress.secopa.simulate import FREE
 
 EFFICIENCY = 0.94
 """The share of a link's rate that TCP reaches, as measured in a lab of four hosts at 1 Gbit."""
-
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
 
 def with_rate(profile: Profile, rate_bits: int) -> Profile:
@@ -91,34 +87,3 @@ def uniform(profile: Profile, codec: str, strategy: str) -> dict[str, Decision]:
         else:
             found[gradient.name] = Decision(codec=codec, strategy=strategy, numel=numel)
     return found
-
-
-def parse_rate(text: str) -> int:
-    """Returns the bits per second of a rate that a user wrote.
-
-    Raises:
-        UsageError: The text is not a rate.
-
-    Example:
-        >>> parse_rate("2.5gbit")
-        2500000000
-    """
-    match = re.fullmatch(r"([0-9]{0,9}\.?[0-9]{1,9}) ?([kmgt]bit)(/s|ps)?", text.strip().lower())
-    bits = round(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if bits < 1:
-        raise UsageError(
-            f"rate {text!r} is not a number above 0 and a unit ({', '.join(_UNITS)}); write "
-            "100mbit, 1gbit or 25gbit."
-        )
-    return bits
-
-
-def rate_text(rate_bits: float) -> str:
-    """Returns a rate as a user would write it.
-
-    Example:
-        >>> rate_text(2.5e9), rate_text(100e6)
-        ('2.5gbit', '100mbit')
-    """
-    unit = next((u for u in reversed(_UNITS) if rate_bits >= _UNITS[u]), "kbit")
-    return f"{rate_bits / _UNITS[unit]:.3g}{unit}"

@@ -221,7 +221,7 @@ def _owed(session: Session, state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _is_trained(session: Session, name: str, found: Any) -> bool:
-    """Returns whether the model trains a gradient of the checkpoint with so many elements.
+    """Returns whether the model trains a gradient of the checkpoint with this size.
 
     Warns if it is no longer trained; raises if the model does not have it.
     """
@@ -320,7 +320,7 @@ def _roles(engine: Engine, gradient: Gradient) -> list[tuple[Kind, int]]:
     )
     found = set()
     for rank in range(len(hosts)):
-        graph = strategies.build(gradient.choice.strategy, cluster, rank, range(len(hosts)))
+        graph = strategies.get(gradient.choice.strategy).build(cluster, rank, range(len(hosts)))
         for task in graph.tasks:
             if task.verb is Verb.ENCODE and task.writes[0].kind is not Kind.FRAME:
                 found.add((task.writes[0].kind, task.writes[0].merged))

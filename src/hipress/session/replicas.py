@@ -42,7 +42,7 @@ def compare(told: Sequence[Mapping[str, str]], step: int) -> None:
     """Raises an AgreementError if ranks hold different parameters.
 
     Args:
-        told: Digests of each rank.
+        told: Digests that each rank has shared.
         step: Number of the step, for the error.
     """
     first = told[0]

@@ -494,7 +494,7 @@ class Session:
         self._note_failure(buffer, self.engine.explain(error))
 
     def _note_failure(self, buffer: torch.Tensor, error: BaseException) -> None:
-        # The mean never came: nobody may mistake what is in its place for it. The error is raised
+        # The mean never came: what is in its place must not be taken for it. The error is raised
         # by `end_step`, since torch would keep only the text of one raised in a future.
         buffer.fill_(torch.nan)
         self._failure = error

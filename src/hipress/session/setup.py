@@ -120,8 +120,8 @@ def begin(
     num_ranks = engine.transport.num_ranks
     if plan is not None and plan.num_ranks not in (None, num_ranks) and engine.transport.rank == 0:
         _log.warning(
-            "the plan was made for %d ranks and %d are here; make one for so many with hipress "
-            "plan --nodes.", plan.num_ranks, num_ranks,
+            "the plan was made for %d ranks and this job has %d; make one for this number with "
+            "hipress plan --nodes.", plan.num_ranks, num_ranks,
         )  # fmt: skip
     session.untrained = frozenset(names) - set(session.gradients)
     session.announce()

@@ -62,11 +62,11 @@ class Tracer(StepObserver):
         """Records steps from the next forward on, then writes them; collective.
 
         Args:
-            path: Of the file, on rank 0's machine.
-            steps: How many.
+            path: Path of the file, on rank 0's machine.
+            steps: Number of steps.
 
         Raises:
-            UsageError: The file can not be written (known to rank 0 only), there are no steps, or
+            UsageError: The file cannot be written (known to rank 0 only), there are no steps, or
                 others are being recorded.
         """
         if self.active:
@@ -95,7 +95,7 @@ class Tracer(StepObserver):
             Event(
                 verb="ready",
                 name=f"bucket {index}",
-                piece=index,
+                chunk=index,
                 queue=BUCKETS,
                 start_ns=now_ns,
                 end_ns=now_ns,
@@ -140,7 +140,7 @@ class Tracer(StepObserver):
             self._write(chrome_trace([RankTrace.from_bytes(data) for data in gathered]))
 
     def cancel(self) -> None:
-        """Stops and forgets; by itself on each rank."""
+        """Stops and drops what was recorded; not collective."""
         if self._stop_observing is not None:
             self._stop_observing()
             self._stop_observing = None
@@ -185,7 +185,7 @@ class Tracer(StepObserver):
             Event(
                 verb=verb,
                 name="",
-                piece=self._step,
+                chunk=self._step,
                 queue=MODEL,
                 start_ns=start_ns,
                 end_ns=end_ns,
@@ -230,7 +230,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
 
 
 def write(path: Path, trace: Mapping[str, Any]) -> None:
-    """Writes a trace; whoever looks at the path finds the old file or all of the new one."""
+    """Writes a trace; a reader of the path finds the old file or all of the new one."""
     beside = _beside(path)
     try:
         beside.write_text(json.dumps(trace, allow_nan=False, separators=(",", ":")), "utf-8")

@@ -35,7 +35,6 @@ class Sampler:
 
     num_examples: int
     batch: int
-    """Examples of a rank in a step."""
     rank: int
     num_ranks: int
     seed: int
@@ -51,10 +50,8 @@ class Sampler:
         return self.num_examples // self.together
 
     def check(self, accumulate: int = 1) -> None:
-        """Raise a UsageError if there are too few examples for one step.
-
-        Args:
-            accumulate: Micro-batches that make up `batch`.
+        """Raise a UsageError if there are too few examples for one step of `accumulate`
+        micro-batches.
         """
         if self.steps_per_epoch == 0:
             fitting = self.num_examples // (self.num_ranks * accumulate)
@@ -97,16 +94,9 @@ def train_batches(
 ) -> Iterator[Batch]:
     """Return the rank's batches of the steps from `first` to before `end`.
 
-    Args:
-        data: The data set.
-        sampler: Selects the examples.
-        first: The first step.
-        end: The step after the last.
-        num_loaders: Processes that prepare batches ahead; with 0 each is made when it is needed.
-        pin: Whether to use pinned memory, from which a GPU copies while it computes.
-
-    Raises:
-        UsageError: A file of the data cannot be read.
+    `num_loaders` processes prepare batches ahead; with 0 each is made when it is needed. `pin`
+    selects pinned memory, from which a GPU copies while it computes. A file that cannot be read
+    raises a UsageError.
     """
     steps = range(first, max(end, first))
     return _prepared(_Batches(partial(_train_batch, data, sampler), steps), num_loaders, pin)

@@ -30,12 +30,7 @@ IDENTITY = ("model", "data", "optimizer", "seed", "side", "length", "tokens")
 
 
 def check_folder(folder: Path, *, resumes: bool) -> None:
-    """Create the folder; raise a UsageError if it is not writable or a checkpoint would be lost.
-
-    Args:
-        folder: Folder of the checkpoint.
-        resumes: Whether the job resumes from a checkpoint that exists.
-    """
+    """Create the folder; raise a UsageError if it is not writable or a checkpoint would be lost."""
     if not resumes and (folder / NAME).exists():
         raise UsageError(
             f"--checkpoint {str(folder)!r} holds a checkpoint, which this run would overwrite; "
@@ -54,11 +49,7 @@ def check_folder(folder: Path, *, resumes: bool) -> None:
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint atomically: the previous one stays until this one is complete.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+    """Write a checkpoint atomically: the previous one stays until this one is complete."""
     file = folder / NAME
     partial = file.with_suffix(".partial")
     try:
@@ -77,11 +68,7 @@ def write(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Return the checkpoint of a folder; None if there is none yet.
-
-    Raises:
-        UsageError: The file is not a checkpoint of HiPress, or has another version.
-    """
+    """Return the checkpoint of a folder; None if there is none yet."""
     file = folder / NAME
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -117,11 +104,8 @@ def compare(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None
 
 
 def save(job: Job) -> None:
-    """Write a checkpoint of the job; all ranks call it together.
-
-    Raises:
-        TrainingError: Parameters are not finite, so that training could not continue.
-        JointError: The file cannot be written.
+    """Write a checkpoint of the job; all ranks call it together. Parameters that are not finite
+    raise a TrainingError, since training could not continue.
     """
     folder = job.config.checkpoint
     assert folder is not None
@@ -144,8 +128,7 @@ def save(job: Job) -> None:
 def resume(job: Job) -> int:
     """Load the last checkpoint into the job; all ranks call it together.
 
-    Returns:
-        The next step: the same example of the same epoch, whatever the number of ranks.
+    Return the next step: the same example of the same epoch, whatever the number of ranks.
     """
     folder = job.config.checkpoint
     assert folder is not None
@@ -179,7 +162,6 @@ def _identity(job: Job) -> dict[str, Any]:
 
 
 def _load(job: Job, folder: Path, state: dict[str, Any]) -> None:
-    """Load the state into model, optimizer and scaler."""
     compare(folder, state["job"], _identity(job))
     wanted = [dict(group) for group in job.optimizer.param_groups]
     try:
@@ -199,7 +181,6 @@ def _load(job: Job, folder: Path, state: dict[str, Any]) -> None:
 
 
 def _check_same_position(job: Job, state: dict[str, Any] | None) -> None:
-    """Raise a JointError if ranks would resume from different positions."""
     mine = (-1, 0) if state is None else (state["epoch"], state["examples"])
     found = job.ranks.gather(torch.tensor(mine))
     for rank, theirs in enumerate(found):

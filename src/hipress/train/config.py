@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
 
 from hipress.errors import UsageError
-from hipress.plan import Plan
-from hipress.train.virtual_sync import PLAIN
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 AMP = ("off", "bf16", "fp16")
@@ -18,6 +20,8 @@ TEXTS = ("text", "parallel-text")
 RATE_MODES = ("constant", "step", "cosine")
 AUTO = "auto"
 """Used in place of a codec expression: measure, plan, and compress where it pays."""
+PLAIN = "uncompressed"
+"""Used in place of a codec expression: plain averaging without any codec."""
 DEFAULT_MOMENTUM = 0.9
 DEFAULT_DECAY = 0.1
 DEFAULT_RATE = {"sgd": 0.01, "adam": 0.001, "adamw": 0.001}
@@ -34,7 +38,6 @@ class Schedule:
     """
 
     base: float
-    """The rate after the warm-up."""
     mode: str = "constant"
     num_epochs: float = 1.0
     """Epochs of the whole run, at whose end the cosine ends."""
@@ -87,75 +90,100 @@ class Schedule:
         return self.base
 
 
+_data = partial(Option, rich_help_panel="Data")
+_length = partial(Option, rich_help_panel="Length and learning rate")
+_exchange = partial(Option, rich_help_panel="Exchange")
+_output = partial(Option, rich_help_panel="Checkpoints and output")
+_machine = partial(Option, rich_help_panel="Machine")
+
+DATA = (
+    "digits, synthetic, fashion-mnist DIR, cifar100 DIR, imagefolder DIR, text FILE or "
+    "parallel-text SRC TGT."
+)
+CODEC = "Expression, e.g. 'dgc(ratio=0.01)'; auto; uncompressed is plain DDP."
+PLAN = "File that decides for each gradient: plan.json, or SeCoPaPlan.txt with --codec."
+MODEL = "A built-in model (docs/models.md), or package.module:callable."
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The options of a job, the same on all ranks."""
+    """The options of a job, the same on all ranks, as the command line declares them."""
 
-    model: str = "cnn"
-    data: str = "digits"
-    paths: tuple[Path, ...] = ()
-    """Folder or files of the data."""
-    codec: str | None = None
-    """An expression, `auto`, or `uncompressed` for DDP alone; None selects a default."""
-    strategy: str | None = None
-    plan: Path | None = None
-    """A plan file; codec and strategy fill in what it leaves open, as a SeCoPaPlan.txt does."""
-    min_size: int | None = None
-    """Gradients with fewer elements are not compressed."""
-    exclude: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
-    plain_steps: int = 0
-    """Number of uncompressed steps at the start."""
-
-    batch: int | None = None
-    """Examples per rank and micro-batch; None selects the model's default."""
-    accumulate: int = 1
-    """Micro-batches of a step."""
-    epochs: float | None = None
-    steps: int | None = None
-    optimizer: str = "sgd"
-    rate: float | None = None
-    momentum: float | None = None
-    """Momentum of SGD; 0.9 if None."""
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    rate_mode: str = "constant"
-    rate_decay: float | None = None
-    """Factor of the rate at each of `decay_epochs`; 0.1 if None."""
-    decay_epochs: tuple[float, ...] = ()
-    warmup_epochs: float = 0.0
-    warmup_rate: float = 0.0
-    clip_norm: float | None = None
-    amp: str = "off"
-
-    checkpoint: Path | None = None
-    checkpoint_every: int | None = None
-    """Interval in steps; None saves at the end of every epoch."""
-    resume: bool = False
-    log_every: int = 10
-    eval_every: float = 1.0
-    """Interval in epochs; 0 evaluates only at the end."""
-    evaluates: bool = True
-    check_every: int = 0
-    timeline: Path | None = None
-
-    device: str = "auto"
-    backend: str = "auto"
-    seed: int = 0
-    loaders: int | None = None
-    """Processes that prepare batches; None selects 2 for image files and 0 for other data."""
-    side: int | None = None
-    length: int | None = None
-    tokens: str | None = None
+    model: Annotated[str, Option(help=MODEL)] = "cnn"
+    data: Annotated[str, _data(help=DATA)] = "digits"
+    paths: Annotated[
+        list[Path] | None, Argument(help="Folder or files of --data, where it has any.")
+    ] = None
+    batch: Annotated[int | None, _data(min=1, help="Examples per rank and step.")] = None
+    side: Annotated[int | None, _data(min=1, help="Pixels of an image's side.")] = None
+    length: Annotated[int | None, _data(min=2, help="Tokens of a sequence.")] = None
+    tokens: Annotated[str | None, _data(help="What text is cut into: bytes or words.")] = None
+    loaders: Annotated[int | None, _data(min=0, help="Processes that prepare batches.")] = None
+    """None selects 2 for image files and 0 for other data."""
+    codec: Annotated[str | None, _exchange(help=CODEC)] = None
+    """None selects a default, by optimizer and number of ranks."""
+    strategy: Annotated[str | None, _exchange(help="ps, ring, hierarchical or allreduce.")] = None
+    plan: Annotated[Path | None, _exchange(help=PLAN)] = None
+    """Codec and strategy fill in what the file leaves open, as a SeCoPaPlan.txt does."""
+    min_size: Annotated[
+        int | None,
+        _exchange(min=0, help="Gradients with fewer elements are left alone; 4096 if not given."),
+    ] = None
+    exclude: Annotated[
+        list[str] | None, _exchange(help="Parameters left alone: name or pattern.")
+    ] = None
+    include: Annotated[list[str] | None, _exchange(help="Parameters compressed though small.")] = (
+        None
+    )
+    plain_steps: Annotated[int, _exchange(min=0, help="First steps without compression.")] = 0
+    epochs: Annotated[float | None, _length(help="How long; 1 if neither is given.")] = None
+    steps: Annotated[int | None, _length(min=1, help="How long, in steps.")] = None
+    optimizer: Annotated[str, _length(help="sgd, adam or adamw.")] = "sgd"
+    rate: Annotated[
+        float | None,
+        _length("--lr", help="Learning rate, not scaled by ranks; 0.01 for sgd, else 0.001."),
+    ] = None
+    momentum: Annotated[
+        float | None, _length(help="Momentum of sgd, 0.9; left out where the codec has it.")
+    ] = None
+    nesterov: Annotated[bool, _length("--nesterov", help="Nesterov's momentum.")] = False
+    weight_decay: Annotated[float, _length(help="L2 term.")] = 0.0
+    rate_mode: Annotated[str, _length("--lr-mode", help="constant, step or cosine.")] = "constant"
+    rate_decay: Annotated[float | None, _length("--lr-decay", help="Factor of each step, 0.1.")] = (
+        None
+    )
+    decay_epochs: Annotated[
+        str | None, _length("--lr-decay-epochs", help="When the rate steps, e.g. 50,80.")
+    ] = None
+    warmup_epochs: Annotated[
+        float, _length(help="Epochs in which the rate rises from --warmup-lr.")
+    ] = 0.0
+    warmup_rate: Annotated[float, _length("--warmup-lr", help="Where the rate starts.")] = 0
+    clip_norm: Annotated[float | None, _length(help="Largest norm of the gradient.")] = None
+    accumulate: Annotated[int, _length(min=1, help="Batches of a step.")] = 1
+    amp: Annotated[str, _length(help="Mixed precision: off, bf16 or fp16.")] = "off"
+    seed: Annotated[int, _length(min=0, help="Seed of weights, order and codecs.")] = 0
+    checkpoint: Annotated[
+        Path | None, _output(help="Folder for checkpoints, seen by all hosts.")
+    ] = None
+    checkpoint_every: Annotated[
+        int | None, _output(min=1, help="Steps between checkpoints; each epoch if not given.")
+    ] = None
+    resume: Annotated[bool, _output("--resume", help="Go on from --checkpoint.")] = False
+    log_every: Annotated[int, _output(min=1, help="Steps between lines.")] = 10
+    eval_every: Annotated[float, _output(help="Epochs between evaluations; 0: at the end.")] = 1.0
+    no_eval: Annotated[bool, _output("--no-eval", help="Never evaluate.")] = False
+    check_every: Annotated[int, _output(min=0, help="Steps between comparisons of ranks.")] = 0
+    timeline: Annotated[Path | None, _output(help="Trace of five steps, for Perfetto.")] = None
+    device: Annotated[str, _machine(help="auto, cpu or cuda.")] = "auto"
+    backend: Annotated[str, _machine(help="auto, gloo or nccl.")] = "auto"
 
     @property
     def sgd_momentum(self) -> float:
-        """Momentum of SGD."""
         return DEFAULT_MOMENTUM if self.momentum is None else self.momentum
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the optimizer is SGD with momentum."""
         return self.optimizer == "sgd" and self.sgd_momentum > 0
 
     @property
@@ -173,7 +201,7 @@ class TrainConfig:
             warmup_epochs=self.warmup_epochs,
             warmup_rate=self.warmup_rate,
             decay=DEFAULT_DECAY if self.rate_decay is None else self.rate_decay,
-            decay_epochs=self.decay_epochs,
+            decay_epochs=_epochs(self.decay_epochs),
         )
         schedule.check()
         return schedule
@@ -224,6 +252,8 @@ class TrainConfig:
             raise UsageError(f"--codec {AUTO} makes plans itself; leave {given} out, or {AUTO}.")
         if self.plan is None or (self.codec is None and self.strategy is None):
             return
+        from hipress.plan import Plan  # pydantic takes longer than the help of a command may
+
         path = Path(self.plan)
         if not path.exists() and path.suffix != ".json":
             return  # The reader of the plan reports the missing file.
@@ -237,7 +267,6 @@ class TrainConfig:
             )
 
     def _check_effect(self) -> None:
-        """Raise a UsageError for an option that would have no effect."""
         needed = {
             "--momentum": (self.momentum is not None, self.optimizer == "sgd", "--optimizer sgd"),
             "--lr-decay": (self.rate_decay is not None, self.rate_mode == "step", "--lr-mode step"),
@@ -258,7 +287,6 @@ class TrainConfig:
 
     @property
     def _exchange_options(self) -> list[str]:
-        """The given options that concern the exchange, besides the codec."""
         given = {
             "--strategy": self.strategy is not None,
             "--plan": self.plan is not None,
@@ -289,3 +317,12 @@ class TrainConfig:
         kind = "true" if self.nesterov else "false"
         mu = f"mu={self.sgd_momentum:g}"
         return replace(self, codec=f"momentum(ef(onebit), {mu}, nesterov={kind})")
+
+
+def _epochs(text: str | None) -> tuple[float, ...]:
+    try:
+        return () if text is None else tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"--lr-decay-epochs {text!r} is not a list of numbers; give e.g. 50,80."
+        ) from None

@@ -1,9 +1,9 @@
 """The accuracy of training with each codec, compared with plain averaging on real data.
 
-train          one run of virtual workers, which share one process and a `VirtualSync`
-RealWorker     one rank of a run: DDP with `hipress.attach`
-train_workers  the training loop of both
-compare        runs every codec with the same task, seeds and steps; one row for each
+VirtualSync     the gradient exchange of virtual workers, which share one process
+VirtualWorkers  all workers of a run, with a `VirtualSync`
+RealWorker      one rank of a run: DDP with `hipress.attach`
+compare         runs every codec with the same task, seeds and steps; one row for each
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hipress
+from hipress.codecs import Codec
+from hipress.codecs.base import State
 from hipress.codecs.table import TABLE
 from hipress.errors import UsageError
-from hipress.plan import MIN_SIZE
+from hipress.plan import MIN_SIZE, exempt_reason
 from hipress.session.buckets import has_momentum
 from hipress.train import data as data_sets
+from hipress.train.config import PLAIN
 from hipress.train.data import DataSet
-from hipress.train.virtual_sync import PLAIN, VirtualSync, is_exempt
 
 MOMENTUM = 0.9
 """Momentum of the optimizer, for parameters whose codec has none."""
 NUM_POINTS = 16
-"""How often the test accuracy is measured in a run."""
 MAX_LOSS_POINTS = 1.0
 """Largest loss of mean accuracy, in points, that counts as within the bound."""
 EXPLANATORY = (
@@ -57,10 +58,8 @@ class ConvergenceTask:
 
     data: str
     widths: tuple[int, ...]
-    """Widths of the hidden layers of a multi-layer perceptron."""
     num_steps: int
     batch: int
-    """Images per worker and step."""
     rate: float
     """Learning rate at the start; it falls to zero along half a cosine."""
 
@@ -89,11 +88,6 @@ The rate was chosen with uncompressed runs only; the number of steps by the time
 
 
 def task(name: str) -> ConvergenceTask:
-    """Return the task of a data set.
-
-    Raises:
-        UsageError: There is no such data set.
-    """
     if name not in TASKS:
         raise UsageError(f"no data set {name!r}; there are: {', '.join(TASKS)}.")
     return TASKS[name]
@@ -115,19 +109,132 @@ class Run:
     """Bytes that the virtual workers' aggregator answers per step."""
 
 
+# --- the exchange of virtual workers --------------------------------------------------------------
+
+
+class VirtualSync:
+    """The gradient exchange of several workers and one aggregator, without a network.
+
+    With g_w the gradient of worker w and N the number of workers:
+
+        mean      the sum over w of decode(encode(g_w)) / N, in rank order
+        update    decode(encode_back(mean)), the same bits for all
+
+    There is no other process, so only the effect of a codec on training remains.
+    `expression` is a codec, or `PLAIN`; exempt parameters are averaged uncompressed. Workers are
+    ranks 0 to num_workers - 1; the aggregator is one more.
+
+    Example:
+        >>> sync = VirtualSync("onebit", [torch.zeros(64, 64)], num_workers=2)
+        >>> mean = sync.average([[torch.ones(64, 64)], [torch.full((64, 64), 3.0)]], step=0)
+        >>> mean[0].unique()
+        tensor([2.])
+    """
+
+    def __init__(
+        self, expression: str, parameters: Sequence[Tensor], *, num_workers: int, seed: int = 0
+    ) -> None:
+        self.num_workers = num_workers
+        self.bytes_out = 0
+        """Bytes that worker 0 has sent."""
+        self.bytes_back = 0
+        """Bytes that the aggregator has sent to each worker."""
+        codec = None if expression == PLAIN else hipress.codec(expression)
+        self.tensors = [
+            _Exempt(self) if codec is None or is_exempt(p) else _Compressed(self, codec, p, seed, i)
+            for i, p in enumerate(parameters)
+        ]
+
+    @property
+    def has_momentum(self) -> list[bool]:
+        """For each parameter, whether its codec applies momentum and the optimizer must not."""
+        return [tensor.has_momentum for tensor in self.tensors]
+
+    def average(
+        self, gradients: Sequence[Sequence[Tensor]], step: int, lr_ratio: float = 1.0
+    ) -> list[Tensor]:
+        """Return the averaged gradient of each parameter, as every worker decodes it.
+
+        `gradients` has those of each worker in rank order. The step selects the phase of a codec
+        that has phases; `lr_ratio` is the last step's learning rate divided by this one's.
+        """
+        by_parameter = zip(*gradients, strict=True)
+        return [
+            tensor.average(group, step, lr_ratio)
+            for tensor, group in zip(self.tensors, by_parameter, strict=True)
+        ]
+
+
+def is_exempt(parameter: Tensor) -> bool:
+    return bool(exempt_reason(parameter.dim(), parameter.numel()))
+
+
+class _Exempt:
+    has_momentum = False
+
+    def __init__(self, sync: VirtualSync) -> None:
+        self.sync = sync
+
+    def average(self, gradients: Sequence[Tensor], step: int, lr_ratio: float) -> Tensor:
+        mean = torch.zeros_like(gradients[0])
+        for gradient in gradients:
+            mean.add_(gradient, alpha=1 / len(gradients))
+        self.sync.bytes_out += 4 * mean.numel()
+        self.sync.bytes_back += 4 * mean.numel()
+        return mean
+
+
+class _Compressed:
+    def __init__(
+        self, sync: VirtualSync, codec: Codec, parameter: Tensor, seed: int, index: int
+    ) -> None:
+        self.sync = sync
+        self.codec = codec
+        self.frame_back = torch.empty(0, dtype=torch.uint8)
+        self._backs: dict[str, Codec] = {}
+        # Parameters differ in seed; ranks differ in stream unless they must draw the same numbers.
+        seed = 1_000_003 * seed + index
+        streams = [0 if codec.shares_stream else rank for rank in range(sync.num_workers + 1)]
+        self.states: list[State] = [
+            codec.init(parameter, seed=seed, stream=stream) for stream in streams[:-1]
+        ]
+        self.state_back = self.back(0).init(parameter, seed=seed, stream=streams[-1])
+        own = set(self.states[0])
+        self.has_momentum = bool(own & {"momentum", "velocity"})
+        # dist-EF-SGDM corrects residuals for a changing rate (Zheng et al., NeurIPS 2019).
+        self._follows_rate = "momentum" in own
+
+    def back(self, step: int) -> Codec:
+        """Return the aggregator's codec in the phase of a step."""
+        codec = self.codec.phase(step)
+        if codec.name not in self._backs:
+            self._backs[codec.name] = codec.aggregator(self.sync.num_workers)
+        return self._backs[codec.name]
+
+    def average(self, gradients: Sequence[Tensor], step: int, lr_ratio: float) -> Tensor:
+        codec, back = self.codec.phase(step), self.back(step)
+        if self._follows_rate:
+            ratio = torch.tensor(lr_ratio)
+            for state in (*self.states, self.state_back):
+                state["lr_ratio"] = ratio
+        mean = torch.zeros_like(gradients[0], memory_format=torch.contiguous_format)
+        for gradient, state in zip(gradients, self.states, strict=True):
+            frame = codec.encode(gradient, state)
+            codec.decode(frame, out=mean, add=True, alpha=1 / len(gradients))
+        self.frame_back = back.encode(mean, self.state_back)
+        self.sync.bytes_out += frame.numel()
+        self.sync.bytes_back += self.frame_back.numel()
+        return back.decode(self.frame_back, out=mean)
+
+
 # --- one run --------------------------------------------------------------------------------------
 
 
 class Workers(ABC):
     """All workers of a run in this process, or one rank of it.
 
-    Args:
-        expression: A codec, or `PLAIN`.
-        task: The model, the number of steps and the learning rate.
-        data: The data set of that task.
-        seed: Seed of first weights, batches and the virtual workers' random numbers, so that runs
-            with the same seed differ in the codec only.
-        num_workers: Number of gradients that are averaged in a step.
+    The seed selects first weights, batches and the virtual workers' random numbers, so that runs
+    with the same seed differ in the codec only. `expression` is a codec, or `PLAIN`.
     """
 
     optimizer: torch.optim.SGD
@@ -144,9 +251,8 @@ class Workers(ABC):
     def backward(self, batches: list[Tensor], step: int) -> None:
         """Give every parameter the mean gradient of all workers.
 
-        Args:
-            batches: For each worker in rank order, the indices of its images.
-            step: Training step, from 0; the optimizer has its learning rate already.
+        `batches` are the indices of each worker's images; the optimizer has the step's learning
+        rate.
         """
 
     def train(
@@ -154,11 +260,8 @@ class Workers(ABC):
         num_points: int = NUM_POINTS,
         on_point: Callable[[int], None] = lambda num_steps: None,
     ) -> Run:
-        """Train, and measure the test accuracy along the way.
-
-        Args:
-            num_points: How often the test accuracy is measured, besides that of the first weights.
-            on_point: Called with the number of steps after each measurement.
+        """Train, and measure the test accuracy `num_points` times, besides that of the first
+        weights.
         """
         task = self.task
         batches = _batches(len(self.data.train_labels), task, self.num_workers, self.seed)
@@ -181,13 +284,11 @@ class Workers(ABC):
         )
 
     def accuracy(self) -> float:
-        """Return the test accuracy in percent."""
         with torch.no_grad():
             found = self.model(self.data.pixels(self.data.test_images)).argmax(1)
         return 100 * float((found == self.data.test_labels).float().mean())
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Return the loss of a model on some of the training images."""
         logits = model(self.data.pixels(self.data.train_images[batch]))
         return nn.functional.cross_entropy(logits, self.data.train_labels[batch])
 
@@ -203,7 +304,6 @@ class VirtualWorkers(Workers):
         self.optimizer = make_optimizer(self.parameters, self.sync.has_momentum)
 
     def backward(self, batches: list[Tensor], step: int) -> None:
-        """Give every parameter the mean gradient of all workers."""
         gradients = [
             torch.autograd.grad(self.loss(self.model, batch), self.parameters) for batch in batches
         ]
@@ -243,7 +343,6 @@ class RealWorker(Workers):
         )
 
     def backward(self, batches: list[Tensor], step: int) -> None:
-        """Give every parameter the mean gradient of all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(self.loss(self._ddp, batches[self.rank]))
 
@@ -341,19 +440,10 @@ def compare(
     jobs: int = 1,
     on_run: Callable[[str], None] = lambda label: None,
 ) -> list[dict[str, Any]]:
-    """Train with plain averaging and with each codec.
+    """Train with plain averaging and with each codec; return one row of plain numbers for each.
 
-    Args:
-        task: The task of all runs.
-        expressions: Codecs; plain averaging is always the first row.
-        num_seeds: Runs per codec, with seeds 0, 1, ...
-        num_workers: Virtual workers of a run.
-        folder: Folder of the data, for data sets that need it.
-        jobs: Number of runs at a time, each in its own process; 1 uses this process.
-        on_run: Called with a label after each run.
-
-    Returns:
-        One row of plain numbers per codec, in order.
+    Seeds are 0, 1, ...; `jobs` runs work at a time, each in its own process, unless it is 1.
+    `on_run` is called with a label after each run.
     """
     names = names_of(expressions)
     check(task, names, num_workers=num_workers, folder=folder)
@@ -372,10 +462,8 @@ def check(
     num_workers: int,
     folder: Path | None = None,
 ) -> None:
-    """Check a comparison before it takes minutes.
-
-    Raises:
-        UsageError: A codec is misspelt, the data is missing, or there are too many workers for it.
+    """Raise a UsageError, before a comparison takes minutes, if a codec is misspelt, the data is
+    missing, or there are too many workers for it.
     """
     for expression in expressions:
         if expression != PLAIN:
@@ -393,7 +481,6 @@ _RunArguments = tuple[str, ConvergenceTask, int, int, Path | None]
 
 
 def _run_all(todo: list[_RunArguments], jobs: int) -> Iterator[Run]:
-    """Yield the runs as they end."""
     if jobs == 1:
         yield from (_run(*arguments) for arguments in todo)
         return

@@ -18,23 +18,25 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hipress
+from hipress.codecs.base import Codec
 from hipress.errors import HipressError, TrainingError, UsageError
 from hipress.plan import MIN_SIZE
 from hipress.session import selection
+from hipress.session.buckets import applies_decay, has_momentum
 from hipress.session.replicas import compare
 from hipress.session.setup import DEFAULT_CODEC
-from hipress.train import checkpoints, models, optimizers
+from hipress.torch.ddp import clean, sparse_names, spec_of
+from hipress.train import checkpoints, models
 from hipress.train.batches import Sampler, test_batches, train_batches
-from hipress.train.config import AUTO, TrainConfig
+from hipress.train.config import AUTO, PLAIN, TrainConfig
 from hipress.train.data import open_data
 from hipress.train.ranks import Ranks
 from hipress.train.result import Facts, Result, Throughput
 from hipress.train.tasks import TASKS, Batch
-from hipress.train.virtual_sync import PLAIN
 
 _log = logging.getLogger("hipress")
 
@@ -42,9 +44,7 @@ NUM_UNTIMED = 3
 """Steps at the start that do not count for speed, because they compile kernels and plan buckets."""
 TRACED_STEPS = 5
 FILE_LOADERS = 2
-"""Default number of loader processes for data that opens files for every batch."""
 _HOST_OPTIONS = ("paths", "checkpoint", "timeline", "plan", "loaders")
-"""Options that may differ between hosts."""
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,15 +62,9 @@ class Watcher(Protocol):
 
 
 class Job:
-    """One rank's part of a training job.
+    """One rank's part of a training job; the config is the same on all ranks.
 
-    Args:
-        config: The options, the same on all ranks.
-        device: The device of this rank.
-        ranks: All ranks of the job; None selects those of the default process group.
-
-    Raises:
-        UsageError: An option is invalid.
+    The ranks are those of the default process group if None. An invalid option raises a UsageError.
     """
 
     def __init__(
@@ -93,7 +87,7 @@ class Job:
         line = models.model(config.model)
         self.data = open_data(
             config.data,
-            config.paths,
+            config.paths or (),
             task=line.task,
             draw=line.draw,
             least_side=line.least_side,
@@ -145,14 +139,13 @@ class Job:
                 "onebit before SGD's momentum may lose accuracy (docs/train.md); "
                 "momentum(ef(onebit)) sends as many bytes and applies momentum in the codec"
             )
-        if config.plain_steps and optimizers.sent_as_momentum(self.rules, self.model):
+        if config.plain_steps and sent_as_momentum(self.rules, self.model):
             raise UsageError(
                 "--plain-steps would train without momentum, which this codec brings only when it "
                 "compresses; leave it out, or take a codec without momentum such as onebit."
             )
 
     def _common_facts(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks."""
         options = {k: v for k, v in asdict(self.config).items() if k not in _HOST_OPTIONS}
         return options | {
             "training examples": self.data.num_train,
@@ -162,19 +155,17 @@ class Job:
         }
 
     def _selection_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `attach` that select what is compressed."""
         config = self.config
         return {
             "codec": None if config.codec == PLAIN else config.codec,
             "strategy": config.strategy,
             "plan": None if config.plan is None else str(config.plan),
-            "exclude": config.exclude,
-            "include": config.include,
+            "exclude": config.exclude or (),
+            "include": config.include or (),
             "min_size": MIN_SIZE if config.min_size is None else config.min_size,
         }
 
     def _build(self) -> None:
-        """Build everything that needs the other ranks."""
         config, device = self.config, self.device
         self.model.to(device)
         self.ddp = DistributedDataParallel(
@@ -186,7 +177,7 @@ class Job:
         )
         self.scaler = torch.amp.GradScaler(device.type) if config.amp == "fp16" else None
         enabled = config.codec != PLAIN
-        self.optimizer = optimizers.make(config, self.model, self.rules if enabled else None)
+        self.optimizer = make_optimizer(config, self.model, self.rules if enabled else None)
         self.sync = hipress.attach(
             self.ddp,
             **self._selection_arguments(),
@@ -231,11 +222,7 @@ class Job:
     # --- the run ----------------------------------------------------------------------------------
 
     def run(self, watcher: Watcher) -> Result:
-        """Train to the end.
-
-        Raises:
-            TrainingError: The loss is not finite.
-        """
+        """Train to the end; raise a TrainingError if the loss is not finite."""
         watcher.on_start(self.facts())
         config, first = self.config, self.step
         save_steps = config.checkpoint_every or self.sampler.steps_per_epoch
@@ -252,7 +239,7 @@ class Job:
             self.step += 1
             throughput.num_units += self.task.num_units(batch)
             watcher.on_step(self.step)
-            tests = config.evaluates and self._is_due(self._eval_steps)
+            tests = not config.no_eval and self._is_due(self._eval_steps)
             saves = config.checkpoint is not None and self._is_due(save_steps)
             if not (tests or saves or self._is_due(config.log_every)):
                 continue
@@ -271,7 +258,7 @@ class Job:
             if tests:
                 last |= self._test(throughput, watcher)
             throughput.begin(self.step)
-        if self.step == first and config.evaluates:  # a finished job was resumed
+        if self.step == first and not config.no_eval:  # a finished job was resumed
             last = self._test(throughput, watcher)
         compare(self.ranks.gather_digests(self.model), self.step)
         return self._result(throughput, last, first)
@@ -306,7 +293,6 @@ class Job:
         }
 
     def close(self) -> None:
-        """End the exchange, when all ranks have finished with it."""
         if self.sync.enabled:
             self.sync.engine.close()
 
@@ -328,7 +314,6 @@ class Job:
             ) from error
 
     def _train(self, batch: Batch) -> Tensor:
-        """Train one step and return the loss of this rank."""
         torch.manual_seed(self.sampler.seed_of(self.step))  # for dropout
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(self.step)
@@ -409,3 +394,48 @@ class Job:
             accuracy=last.get("accuracy"),
             memory_bytes=stats.state_bytes + stats.buffer_bytes,
         )
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+def make_optimizer(
+    config: TrainConfig, model: nn.Module, rules: selection.Rules | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the config, without momentum for parameters whose codec applies it.
+
+    If the rules are None, nothing is compressed.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decay = config.weight_decay
+    if config.optimizer != "sgd":
+        kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+        return kind([p for _, p in named], lr=config.base_rate, weight_decay=decay)
+    sent = {} if rules is None else sent_as_momentum(rules, model)
+    # If the codec applies weight decay, the optimizer must not.
+    decayed = {name for name, codec in sent.items() if applies_decay(codec)}
+    no_momentum = {"momentum": 0.0, "nesterov": False}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if name not in sent]},
+        {"params": [p for name, p in named if name in sent and name not in decayed], **no_momentum},
+        {"params": [p for name, p in named if name in decayed], "weight_decay": 0.0, **no_momentum},
+    ]
+    return torch.optim.SGD(
+        [group for group in groups if group["params"]],
+        lr=config.base_rate,
+        momentum=config.sgd_momentum,
+        nesterov=config.nesterov,
+        weight_decay=decay,
+    )
+
+
+def sent_as_momentum(rules: selection.Rules, model: nn.Module) -> dict[str, Codec]:
+    """Return the codecs that send momentum, by parameter; a second momentum would count twice."""
+    sparse = sparse_names(model)
+    sent = {}
+    for name, parameter in model.named_parameters():
+        spec = spec_of(clean(name), parameter, is_sparse=clean(name) in sparse)
+        codec = rules.choice(spec).codec
+        if has_momentum(codec):
+            sent[name] = codec
+    return sent

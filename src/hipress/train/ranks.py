@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BEAT_S = 1.0
-"""Interval of rank 0's heartbeats."""
 LOOK_S = 5.0
-"""Interval at which the other ranks check them."""
 _DONE = b"done"
 
 
@@ -40,15 +38,8 @@ def choose_device(
 ) -> tuple[torch.device, str]:
     """Return the rank's device and the backend of torch.distributed.
 
-    Args:
-        device: auto (a GPU if there is one), cpu or cuda.
-        backend: auto, gloo or nccl. NCCL needs a GPU for each rank; if ranks share one, auto
-            selects gloo.
-        local_rank: Number of this rank on its host.
-        num_local: Number of ranks on this host.
-
-    Raises:
-        UsageError: The device or the backend is not available.
+    On auto the device is a GPU if there is one. NCCL needs a GPU for each rank; if ranks share one,
+    auto selects gloo.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and num_gpus == 0:
@@ -77,7 +68,6 @@ class Ranks:
 
     @classmethod
     def of_group(cls) -> Ranks:
-        """Return the ranks of the default process group."""
         store = dist.distributed_c10d._get_default_store()
         return cls(store, dist.get_rank(), dist.get_world_size())
 
@@ -89,14 +79,10 @@ class Ranks:
     # --- through the store ------------------------------------------------------------------------
 
     def jointly(self, what: str, work: Callable[[], T]) -> T:
-        """Return the result of this rank's work; if that of any rank fails, all ranks raise.
+        """Return the result of this rank's work, which must not wait for other ranks.
 
-        Args:
-            what: Names the work in errors.
-            work: The work of this rank, which must not wait for other ranks.
-
-        Raises:
-            JointError: The work of a rank failed; it is named unless all failed alike.
+        If the work of any rank fails, all raise a JointError; it names the rank unless all failed
+        alike.
         """
         refusal, found = None, []
         try:
@@ -116,9 +102,7 @@ class Ranks:
     def by_first(self, work: Callable[[], None]) -> None:
         """Let rank 0 work alone; the others wait as long as it sends heartbeats.
 
-        Raises:
-            JointError: The work failed.
-            PeerError: Rank 0 is gone.
+        Raise a JointError if the work failed, and a PeerError if rank 0 is gone.
         """
         self._num_waits += 1
         done, beat = f"done/{self._num_waits}", f"beat/{self._num_waits}"
@@ -195,6 +179,5 @@ class Ranks:
         return [dict(zip(mine, map(str, one), strict=True)) for one in self.gather(values)]
 
     def have_same(self, model: nn.Module) -> bool:
-        """Return whether all ranks have the same parameters."""
         found = self.gather_digests(model)
         return all(one == found[0] for one in found)

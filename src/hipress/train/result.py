@@ -20,21 +20,17 @@ class Facts:
     """An expression, `auto`, `uncompressed` for DDP alone, or `plan` if a plan decides."""
     strategy: str | None
     num_compressed: int
-    """Number of compressed gradients."""
     num_gradients: int
     compressed_share: float
-    """Share of the elements that are compressed."""
     num_ranks: int
     device: str
     backend: str
     batch: int
-    """Examples per rank and step."""
     first_step: int
     num_steps: int
     num_epochs: float
     steps_per_epoch: int
     unit: str
-    """`images` or `tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +63,7 @@ class Result:
 class Throughput:
     """Measures the time of steps in intervals, without what lies between them.
 
-    Args:
-        step: First step of the job.
-        counts_from: Intervals that begin earlier count only if there are no others.
+    Intervals that begin before the step `counts_from` count only if there are no others.
     """
 
     def __init__(self, step: int, counts_from: int) -> None:
@@ -83,7 +77,6 @@ class Throughput:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the job began."""
         return time.perf_counter() - self._started_s
 
     def begin(self, step: int) -> None:
@@ -91,11 +84,9 @@ class Throughput:
         self._since_step, self._since_s, self.num_units = step, time.perf_counter(), 0
 
     def end(self, step: int, num_units: float) -> dict[str, Any]:
-        """End the interval and return its speed, for a row of the log.
+        """End the interval before a step and return its speed, for a row of the log.
 
-        Args:
-            step: The step after the interval.
-            num_units: Images or tokens of a rank in the interval, the mean over ranks.
+        `num_units` are the images or tokens of a rank in the interval, the mean over ranks.
         """
         num_steps, seconds = step - self._since_step, time.perf_counter() - self._since_s
         self._intervals.append((self._since_step, num_steps, num_units, seconds))

@@ -28,7 +28,6 @@ Draw = Callable[[int, torch.Generator], Batch]
 UNLABELLED = -100
 """The label of a token that is not predicted."""
 PADDING = 0
-"""The token that pads sequences of translations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,6 @@ class Score:
     loss_sum: float
     """The mean loss times `num_scored`; for style, times the number of examples."""
     num_right: int
-    """Number of correct predictions."""
     num_scored: int
     """Number of predictions; 0 for style, which has no accuracy."""
 
@@ -49,18 +47,15 @@ class LearningTask:
 
     name: str
     unit: str
-    """Unit of throughput: images or tokens."""
     forward: Callable[[nn.Module, Batch], tuple[Tensor, Tensor | None]]
     """Returns the mean loss over the predictions of a batch, and the logits if there are any."""
     num_units: Callable[[Batch], int]
-    """Returns the number of images or tokens of a batch."""
     targets: int = 1
     """Index of the part of a batch that the logits predict."""
     ignored: int = UNLABELLED
     """The target that is not scored."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss to train with."""
         return self.forward(model, batch)[0]
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Score:
@@ -120,7 +115,6 @@ def _num_tokens(batch: Batch) -> int:
 
 
 def _num_translated(batch: Batch) -> int:
-    """Return the number of target tokens that are not padding."""
     return int((batch[2] != PADDING).sum())
 
 
@@ -143,4 +137,3 @@ TASKS = {
         LearningTask(name="style", unit="images", forward=_style, num_units=_num_examples),
     )
 }
-"""Tasks by name."""

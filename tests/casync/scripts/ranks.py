@@ -142,7 +142,7 @@ def steady(rank, num_ranks, steps, warm, numel):
             "tensors": tensors,
             "made": dict(made),
             "recipes": len(engine._recipes),
-            "jobs": len(engine._exchanges) + sum(map(len, engine._free.values())),
+            "jobs": sum(len(prepared.exchanges) for prepared in engine._recipes.values()),
             "threads": threading.active_count(),
         }
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +53,18 @@ class Stats:
     received_bytes: int = 0
     num_messages: int = 0
     """Number of messages sent."""
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A recipe that the ranks have agreed on, with its buffers."""
+
+    recipe: Recipe
+    exchanges: list[Exchange] = field(default_factory=list)
+    """For a named recipe its only exchange, since it works on the state; for another those that are
+    not running."""
+    last: Handle | None = None
+    """The last use of a named recipe."""
 
 
 class Engine:
@@ -99,17 +111,10 @@ class Engine:
         self.states = StateStore()
         """The memory of the codecs of named tensors."""
         self._seed = seed
-        self._recipes: dict[tuple[Any, ...], Recipe] = {}
+        self._recipes: dict[tuple[Any, ...], _Prepared] = {}
         self._names: dict[str, tuple[Any, ...]] = {}
         """The key of the recipe of each named tensor."""
-        self._free: dict[tuple[Any, ...], list[Exchange]] = {}
-        """Exchanges of unnamed recipes that are not running; a recipe may have several."""
-        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
-        """The exchange of each named recipe; only one, since it works on the state."""
-        self._last: dict[tuple[Any, ...], Handle] = {}
-        """The last use of each named recipe."""
         self._steps: dict[tuple[str, ...], int] = {}
-        self._codecs: dict[tuple[str, bool], Codec] = {}
         self._sequence = 0
         self._callback_thread = CallbackThread()
         self._num_agreed = 0
@@ -177,19 +182,21 @@ class Engine:
             alone = len(values) == 1
             names = (name,) if alone else tuple(f"{name}[{k}]" for k in range(len(values)))
         named = None if names is None else tuple(names)
-        recipe, key = self._recipe(values, codec, strategy, named, placements, total)
-        if named is not None and (before := self._last.get(key)) is not None:
-            before.wait_ended()  # its exchange and its state are in use
+        prepared = self._prepared(values, codec, strategy, named, placements, total)
+        if prepared.last is not None:
+            prepared.last.wait_ended()  # its exchange and its state are in use
         with self._lock:
             self._sequence += 1
             sequence = self._sequence
-        exchange = self._exchange_for(recipe, key)
+        exchange = self._exchange_for(prepared)
         if step is None:
             step = sequence
             if named is not None:
                 step = self._steps.get(named, 0)
                 self._steps[named] = step + 1
-        return self._start(exchange, key, values, sequence, step, lr_ratio, weights)
+        flats = [value.detach().contiguous().view(-1) for value in values]
+        exchange.prepare(flats, sequence, step, lr_ratio=lr_ratio, weights=weights)
+        return self._start(prepared, exchange, values, flats)
 
     def agree(self, what: str, facts: dict[str, Any], share: Any = None) -> list[Any]:
         """Compares facts among all ranks; returns what each rank shares (see `Agreement.agree`)."""
@@ -225,8 +232,9 @@ class Engine:
 
     def wait_idle(self) -> None:
         """Waits until no named exchange is running, so that `states` may be read and written."""
-        for handle in list(self._last.values()):
-            handle.wait_ended()
+        for prepared in list(self._recipes.values()):
+            if prepared.last is not None:
+                prepared.last.wait_ended()
 
     def forget(self, names: Iterable[str]) -> None:
         """Drops everything about some named tensors, their state included."""
@@ -236,14 +244,14 @@ class Engine:
 
     def recipe(self, name: str) -> Recipe:
         """Returns the recipe of a named tensor that was synchronised before."""
-        return self._recipes[self._names.get(name) or self._names[f"{name}[0]"]]
+        return self._recipes[self._names.get(name) or self._names[f"{name}[0]"]].recipe
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of all exchanges, without the state of codecs."""
         with self._lock:
-            lists = [self._exchanges.values(), *self._free.values()]
-            return sum(exchange.num_bytes for exchanges in lists for exchange in exchanges)
+            prepared = list(self._recipes.values())
+            return sum(exchange.num_bytes for one in prepared for exchange in one.exchanges)
 
     def record(self) -> list[Event]:
         """Starts to record tasks; returns the list that they are appended to."""
@@ -268,23 +276,15 @@ class Engine:
 
     def _start(
         self,
+        prepared: _Prepared,
         exchange: Exchange,
-        key: tuple[Any, ...],
         values: Sequence[torch.Tensor],
-        sequence: int,
-        step: int,
-        lr_ratio: float | None,
-        weights: Sequence[torch.Tensor] | None,
+        flats: Sequence[torch.Tensor],
     ) -> Handle:
         stream = self.executor.stream
         handle = Handle(values, stream, self._callback_thread)
-        originals = [value.detach() for value in values]
-        flats = [value.contiguous().view(-1) for value in originals]
-        apart = [
-            (value, flat)
-            for value, flat in zip(originals, flats, strict=True)
-            if not value.is_contiguous()
-        ]
+        pairs = zip(values, flats, strict=True)
+        apart = [(value.detach(), flat) for value, flat in pairs if not value.is_contiguous()]
 
         def on_done(error: BaseException | None) -> None:
             try:
@@ -297,13 +297,11 @@ class Engine:
             if error is None and exchange.recipe.names is None:
                 exchange.last_use = handle.event
                 with self._lock:
-                    if key in self._free:
-                        self._free[key].append(exchange)
+                    prepared.exchanges.append(exchange)
 
-        exchange.prepare(flats, sequence, step, lr_ratio=lr_ratio, weights=weights)
         exchange.on_done = on_done
         if exchange.recipe.names is not None:
-            self._last[key] = handle
+            prepared.last = handle
         self._count(exchange)
         ready = None
         if stream is not None:
@@ -342,24 +340,21 @@ class Engine:
         stats.received_bytes += received
         stats.num_messages += exchange.bound.num_messages
 
-    def _exchange_for(self, recipe: Recipe, key: tuple[Any, ...]) -> Exchange:
+    def _exchange_for(self, prepared: _Prepared) -> Exchange:
         """Returns an exchange that is not running; makes one if there is none."""
-        if recipe.names is None:
-            with self._lock:
-                free = self._free.setdefault(key, [])
-                exchange = free.pop() if free else None
-        else:
-            exchange = self._exchanges.get(key)
-            if exchange is not None and (before := self._last.get(key)) is not None:
-                exchange.last_use = before.event
+        recipe = prepared.recipe
+        with self._lock:
+            exchange = prepared.exchanges.pop() if prepared.exchanges else None
         if exchange is None:
             on_host = not self.transport.on_device
             exchange = Exchange(recipe, self.states, on_host=on_host, seed=self._seed)
-            if recipe.names is not None:
-                self._exchanges[key] = exchange
+        elif prepared.last is not None:
+            exchange.last_use = prepared.last.event
+        if recipe.names is not None:
+            prepared.exchanges.append(exchange)
         return exchange
 
-    def _recipe(
+    def _prepared(
         self,
         values: Sequence[torch.Tensor],
         codec: str | Codec,
@@ -367,44 +362,33 @@ class Engine:
         names: tuple[str, ...] | None,
         placements: Sequence[tuple[Placement, ...]] | None,
         total: bool,
-    ) -> tuple[Recipe, tuple[Any, ...]]:
+    ) -> _Prepared:
         if not values:
             raise UsageError("allreduce was given no tensor; give at least one.")
+        first = values[0]
         numels = tuple(value.numel() for value in values)
         text = codec if isinstance(codec, str) else codec.name
-        key = (names, numels, values[0].dtype, values[0].device, text, strategy, total)
-        recipe = self._recipes.get(key)
-        if recipe is None or any(
-            v.dtype != recipe.dtype or v.device != recipe.device for v in values
+        key = (names, numels, first.dtype, first.device, text, strategy, total)
+        prepared = self._recipes.get(key)
+        if prepared is not None and all(
+            v.dtype == first.dtype and v.device == first.device for v in values
         ):
-            recipe = self._new_recipe(key, values, codec, strategy, names, placements, total)
-        return recipe, key
-
-    def _new_recipe(
-        self,
-        key: tuple[Any, ...],
-        values: Sequence[torch.Tensor],
-        codec: str | Codec,
-        strategy: str,
-        names: tuple[str, ...] | None,
-        placements: Sequence[tuple[Placement, ...]] | None,
-        total: bool,
-    ) -> Recipe:
+            return prepared
         known = strategies.get(strategy)
         made = named_codec(codec) if isinstance(codec, str) else codec
         if names is None:
             made = without_state(made)
-        first = values[0]
         for value in values:
             _check(value, first, self.device, plain=known.sums_in_transport(made.name))
         if not first.is_floating_point() and not total:
             raise UsageError(
-                f"the mean of {first.dtype} is no whole number; ask for op='sum', or convert."
+                f"the mean of {first.dtype} values need not be a whole number; use op='sum', or "
+                "convert the tensor to a floating-point dtype."
             )
         recipe = Recipe(
             name=_title(names),
             names=names,
-            numels=tuple(value.numel() for value in values),
+            numels=numels,
             dtype=first.dtype,
             device=first.device,
             codec=made,
@@ -423,23 +407,23 @@ class Engine:
         self._num_agreed += 1
         for old in replaced:
             self._drop(old)
-        self._recipes[key] = recipe
+        self._recipes[key] = prepared = _Prepared(recipe)
         if names is not None:
             self._names.update(dict.fromkeys(names, key))
         else:
             self._forget_old()
-        return recipe
+        return prepared
 
     def _replaced(self, recipe: Recipe) -> set[tuple[Any, ...]]:
         """Returns the keys of recipes that a new one replaces; refuses changed tensors."""
         names = recipe.names or ()
         if len(set(names)) != len(names):
-            raise UsageError(f"two tensors of one call have a name in common: {sorted(names)}.")
+            raise UsageError(f"two tensors of one call have the same name: {sorted(names)}.")
         found = set()
         for index, name in enumerate(names):
             if name not in self._names:
                 continue
-            old = self._recipes[self._names[name]]
+            old = self._recipes[self._names[name]].recipe
             changed = _changed(old, recipe, name, index)
             if changed:
                 raise UsageError(
@@ -453,21 +437,19 @@ class Engine:
         """Drops a named recipe and its buffers; the memory of its codecs stays."""
         if key is None:
             return
-        if (last := self._last.pop(key, None)) is not None:
-            last.wait_ended()
-        self._exchanges.pop(key, None)
-        recipe = self._recipes.pop(key)
-        for name in recipe.names or ():
+        prepared = self._recipes[key]
+        if prepared.last is not None:
+            prepared.last.wait_ended()
+        del self._recipes[key]
+        for name in prepared.recipe.names or ():
             if self._names.get(name) == key:
                 del self._names[name]
 
     def _forget_old(self) -> None:
         """Drops all but the latest recipes of unnamed calls, whose sizes may never come again."""
-        unnamed = [key for key, recipe in self._recipes.items() if recipe.names is None]
+        unnamed = [key for key, one in self._recipes.items() if one.recipe.names is None]
         for key in unnamed[:-MAX_UNNAMED]:
             del self._recipes[key]
-            with self._lock:
-                self._free.pop(key, None)
 
     def _facts(self) -> dict[str, Any]:
         return {

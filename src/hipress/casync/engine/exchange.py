@@ -28,10 +28,15 @@ LIGHT_BYTES = 2**17
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a communicating task moves: (buffer, peer, tag) of each send and receive."""
+    """The (buffer, peer, tag) of each send and receive of a communicating task."""
 
     sends: tuple[tuple[Buffer, int, int], ...]
     recvs: tuple[tuple[Buffer, int, int], ...]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all sends and receives."""
+        return sum(buffer.wire.nbytes for buffer, *_ in (*self.sends, *self.recvs))
 
     @property
     def is_light(self) -> bool:
@@ -98,7 +103,7 @@ class Exchange:
         self.left = 0
         self.sends: list[Pending] = []
         self.last_use: torch.cuda.Event | None = None
-        """On a GPU, after which event the device no longer reads what was received."""
+        """On a GPU, the event after which the device no longer reads what was received."""
         self.on_done: Callable[[BaseException | None], None] = lambda error: None
 
     @property
@@ -150,7 +155,7 @@ class Exchange:
         if weights is not None:
             for memory, tensor, start, stop in self._weights:
                 memory.copy_(weights[tensor][start:stop])
-        self.waiting = list(self.recipe.num_needs)
+        self.waiting = list(self.recipe.graph.num_needs)
         self.left = len(self.waiting)
         self.sends = []
 

@@ -32,14 +32,14 @@ from typing import Any
 
 import torch
 
-from hipress.casync.engine.exchange import Exchange, Message
+from hipress.casync.engine.exchange import Exchange
 from hipress.casync.engine.handle import CLOSE_S
 from hipress.casync.engine.memory import new_stream
-from hipress.casync.engine.transport import Pending, Transport, finish, raise_again
+from hipress.casync.engine.transport import Pending, Transport, finish
 from hipress.casync.graphs.graph import COMPUTING, Verb
 from hipress.casync.graphs.shape import TAG_BITS
 from hipress.compll.backends.threads import stay_on_this_thread
-from hipress.errors import UsageError
+from hipress.errors import PeerError, UsageError
 from hipress.timeline import Event
 
 MAX_WAITERS = 16
@@ -49,6 +49,9 @@ _SEQUENCES = 2**TAG_BITS
 _SPREAD = 4099
 """Distance between the tags of two recipes at one moment: more than exchanges run at once."""
 _STOP = (-1, -1)
+
+
+Explain = Callable[[BaseException], BaseException]
 
 
 class BaseExecutor:
@@ -61,17 +64,14 @@ class BaseExecutor:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        device: torch.device,
-        explain: Callable[[BaseException], BaseException] = lambda error: error,
+        self, transport: Transport, device: torch.device, explain: Explain = lambda error: error
     ) -> None:
         self.transport = transport
         self.stream = new_stream(device) if device.type == "cuda" else None
         self.num_threads = 1
         """Number of threads that compute."""
         self.events: list[Event] | None = None
-        """Where tasks are recorded, if anywhere."""
+        """The list to which tasks are recorded; None if they are not."""
         self.verb_ns: dict[str, int] = {}
         """Time spent in each verb so far; a receive counts from its start to its end."""
         self._counting = threading.Lock()
@@ -82,7 +82,16 @@ class BaseExecutor:
 
     def check(self) -> None:
         """Raises if an earlier error, or `close`, has ended this executor."""
-        raise_again(self.failure)
+        failure = self.failure
+        if failure is None:
+            return
+        if isinstance(failure, UsageError):
+            raise failure  # closed
+        text = str(failure).removesuffix(".")
+        raise PeerError(
+            f"the exchange is down since an earlier error ({text}); restart the exchange.",
+            ranks=getattr(failure, "ranks", ()),
+        ) from failure
 
     def fail(self, error: BaseException) -> None:
         """Ends all exchanges with an error, now and from now on."""
@@ -111,7 +120,7 @@ class BaseExecutor:
         exchange.on_done(None)
 
     def _record(self, exchange: Exchange, index: int, queue: str, start_ns: int) -> None:
-        """Notes that a task ends now."""
+        """Records that a task ends now."""
         end_ns = time.perf_counter_ns()
         task = exchange.recipe.graph.tasks[index]
         verb = task.verb.value
@@ -119,42 +128,33 @@ class BaseExecutor:
             self.verb_ns[verb] = self.verb_ns.get(verb, 0) + end_ns - start_ns
         # Read once: another thread may stop the recording meanwhile.
         if (events := self.events) is not None:
+            message = exchange.bound.messages[index]
             events.append(
                 Event(
                     verb=verb,
                     name=exchange.recipe.name,
                     label=exchange.recipe.labels[task.chunk],
-                    piece=task.chunk,
+                    chunk=task.chunk,
                     queue=queue,
-                    wire_bytes=_wire_bytes(exchange.bound.messages[index]),
+                    wire_bytes=None if message is None else message.wire_bytes,
                     start_ns=start_ns,
                     end_ns=end_ns,
                 )
             )
 
 
-def _wire_bytes(message: Message | None) -> int | None:
-    if message is None:
-        return None
-    return sum(buffer.wire.nbytes for buffer, *_ in (*message.sends, *message.recvs))
-
-
 class Executor(BaseExecutor):
     """Threads that run exchanges over a transport with tags until they are closed.
 
-    Args:
-        transport: Must have tags.
-        device: Where gradients are; on a GPU work goes to a stream of its own.
-        explain: Called with an error that a thread ran into; returns the error that callers get.
-        num_threads: Threads of the computing queue. Chunks share them, so each task runs on one.
-            Work for a GPU is started by one thread.
+    `num_threads` are those of the computing queue. Chunks share them, so each task runs on one.
+    Work for a GPU is started by one thread.
     """
 
     def __init__(
         self,
         transport: Transport,
         device: torch.device,
-        explain: Callable[[BaseException], BaseException] = lambda error: error,
+        explain: Explain = lambda error: error,
         num_threads: int = 1,
     ) -> None:
         super().__init__(transport, device, explain)
@@ -183,8 +183,9 @@ class Executor(BaseExecutor):
         """
         self._add(exchange)
         # Receives first: what the others send can then flow while this rank still encodes.
-        positions = [index for index, needs in enumerate(exchange.recipe.num_needs) if needs == 0]
-        tasks = exchange.recipe.graph.tasks
+        graph = exchange.recipe.graph
+        tasks = graph.tasks
+        positions = [index for index, needs in enumerate(graph.num_needs) if needs == 0]
         for index in positions:
             if tasks[index].verb is Verb.RECV:
                 self._dispatch(exchange, index)
@@ -240,7 +241,7 @@ class Executor(BaseExecutor):
         ready = []
         with exchange.lock:
             waiting = exchange.waiting
-            for follower in exchange.recipe.followers[index]:
+            for follower in exchange.recipe.graph.followers[index]:
                 waiting[follower] -= 1
                 if waiting[follower] == 0:
                     ready.append(follower)
@@ -291,7 +292,7 @@ class Executor(BaseExecutor):
             buffer, to, tag = message.sends[0]
             buffer.before_send()
             pending = self.transport.send(buffer.wire, to, high | tag)
-            if exchange.recipe.followers[index]:
+            if exchange.recipe.graph.followers[index]:
                 self._wait_for(-1, exchange, index, pending, start_ns)
             else:
                 # No task needs to know when it has left, so no thread wakes up for it.
@@ -364,10 +365,7 @@ class OrderedExecutor(BaseExecutor):
     """One thread that runs exchanges in one order; the same interface as `Executor`."""
 
     def __init__(
-        self,
-        transport: Transport,
-        device: torch.device,
-        explain: Callable[[BaseException], BaseException] = lambda error: error,
+        self, transport: Transport, device: torch.device, explain: Explain = lambda error: error
     ) -> None:
         super().__init__(transport, device, explain)
         self._side = new_stream(device) if device.type == "cuda" else None

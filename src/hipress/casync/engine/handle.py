@@ -1,4 +1,4 @@
-"""What a caller gets for a synchronisation that is running."""
+"""The handle that a caller waits on, and the thread that runs its callbacks."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Handle:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self.event: torch.cuda.Event | None = None
-        """On a GPU, recorded where it ends."""
+        """On a GPU, the event that marks its end."""
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return at once."""
         return self._ended.is_set()
 
     def wait(self) -> None:
@@ -77,7 +77,7 @@ class Handle:
         self._wait_on_stream()
 
     def wait_ended(self) -> None:
-        """As `wait`, but does not raise: errors go to the caller that started it."""
+        """Waits as `wait` does, but does not raise: errors go to the caller that started it."""
         self._ended.wait()
         self._wait_on_stream()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 
@@ -54,10 +55,10 @@ class Loopback(Transport):
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> Pending:
         self.hub.wire(self.rank, to, tag).put(data.clone())
-        return _Done()
+        return _Later(lambda: None)
 
     def recv(self, data: torch.Tensor, of: int, tag: int) -> Pending:
-        return _Receive(self, data, of, tag)
+        return _Later(lambda: self._receive(data, of, tag))
 
     def all_reduce(self, data: torch.Tensor) -> Pending:
         self._reductions += 1
@@ -65,49 +66,41 @@ class Loopback(Transport):
         for peer in range(self.num_ranks):
             if peer != self.rank:
                 self.send(data, peer, tag)
-        return _Sum(self, data, tag)
+        return _Later(lambda: self._sum(data, tag))
 
-
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-class _Receive:
-    def __init__(self, transport: Loopback, data: torch.Tensor, of: int, tag: int) -> None:
-        self.transport, self.data, self.of, self.tag = transport, data, of, tag
-
-    def wait(self) -> None:
-        transport, hub = self.transport, self.transport.hub
+    def _receive(self, data: torch.Tensor, of: int, tag: int) -> None:
+        timeout_s = self.hub.timeout_s
         try:
-            found = hub.wire(self.of, transport.rank, self.tag).get(timeout=hub.timeout_s)
+            found = self.hub.wire(of, self.rank, tag).get(timeout=timeout_s)
         except queue.Empty:
             raise PeerError(
-                f"rank {transport.rank} waited {hub.timeout_s:g} s for rank {self.of}; "
-                "it is late or gone: look at its output.",
-                ranks=(self.of,),
+                f"rank {self.rank} waited {timeout_s:g} s for rank {of}; it is late or gone: look "
+                "at its output.",
+                ranks=(of,),
             ) from None
-        if found.numel() != self.data.numel():
+        if found.numel() != data.numel():
             raise PeerError(
-                f"rank {self.of} sent {found.numel()} bytes where rank {transport.rank} expects "
-                f"{self.data.numel()}: give all ranks the same codec and tensors.",
-                ranks=(self.of,),
+                f"rank {of} sent {found.numel()} bytes where rank {self.rank} expects "
+                f"{data.numel()}: give all ranks the same codec and tensors.",
+                ranks=(of,),
             )
-        self.data.copy_(found)
+        data.copy_(found)
 
-
-class _Sum:
-    def __init__(self, transport: Loopback, data: torch.Tensor, tag: int) -> None:
-        self.transport, self.data, self.tag = transport, data, tag
-
-    def wait(self) -> None:
-        own = self.data.clone()
+    def _sum(self, data: torch.Tensor, tag: int) -> None:
+        own = data.clone()
         part = torch.empty_like(own)
-        for peer in range(self.transport.num_ranks):
-            if peer != self.transport.rank:
-                _Receive(self.transport, part, peer, self.tag).wait()
-            found = own if peer == self.transport.rank else part
+        for peer in range(self.num_ranks):
+            if peer != self.rank:
+                self._receive(part, peer, tag)
+            found = own if peer == self.rank else part
             if peer == 0:
-                self.data.copy_(found)
+                data.copy_(found)
             else:
-                self.data.add_(found)
+                data.add_(found)
+
+
+class _Later:
+    """A message whose work is done by `wait`."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait

@@ -18,7 +18,7 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Scratch(threading.local):
-    """Where merges add up; each computing thread has its own."""
+    """Memory in which merges add up; each computing thread has its own."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0)
@@ -39,7 +39,7 @@ class Buffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, on_host: bool) -> None:
         self.data = torch.empty(numel, dtype=dtype, device=device)
-        """What codecs read and write."""
+        """Memory that codecs read and write."""
         self.staged = device.type == "cuda" and on_host
         """Whether the transport works on a pinned copy in host memory."""
         self._wire = self.data
@@ -138,10 +138,10 @@ class Chunk:
 
     Args:
         partitions: Where they are in the caller's tensors.
-        codec: Decides how several lie side by side; None: without gaps.
+        codec: Decides how several lie side by side; without one there are no gaps.
         dtype: The dtype of the tensors.
-        home: Where the tensors are.
-        device: Where codecs work on them.
+        home: The device of the tensors.
+        device: The device on which codecs work.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Chunk:
         # Several gradients lie side by side in memory of their own; so does one on another device.
         self._staged = len(numels) > 1 or device != home
         self.elements = torch.empty(0)
-        """The gradient, or a copy."""
+        """The gradient, or a copy of it."""
         self._copies: list[torch.Tensor] = []
         self._originals: list[torch.Tensor] = []
         if self._staged:

@@ -1,4 +1,4 @@
-"""What all ranks agree on before a synchronisation: tensors, codec, strategy, and the graph."""
+"""The recipe that all ranks agree on before a synchronisation: tensors, codec and strategy."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Recipe:
     name: str = ""
     """Shown in errors and timelines."""
     names: tuple[str, ...] | None
-    """Names of the tensors, which key the codec's state; None: there is no state."""
+    """Names of the tensors, which key the codec's state; without names there is no state."""
     numels: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     codec: Codec
     strategy: str
     total: bool
-    """Whether the result is the sum, not the mean."""
+    """Whether the result is the sum instead of the mean."""
     rank: int
     hosts: tuple[int, ...]
     ordered: bool
@@ -52,7 +52,7 @@ class Recipe:
     """Counts the recipes that ranks agreed on; part of the tags of messages."""
     options: Options = field(default_factory=Options)
     placements: tuple[tuple[partitions.Placement, ...], ...] | None = None
-    """The partitions of each tensor and their routes; None: they depend on the tensors together."""
+    """The partitions of each tensor and their routes; if None, `partitions.cut` makes them."""
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class Recipe:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the transport's own all-reduce does it."""
+        """Whether the transport's own all-reduce takes its place."""
         return strategies.get(self.strategy).sums_in_transport(self.codec.name)
 
     @cached_property
@@ -103,22 +103,8 @@ class Recipe:
 
     @cached_property
     def graph(self) -> Graph:
-        """What this rank runs."""
+        """The graph that this rank runs."""
         return self.shape.graph(self.rank)
-
-    @cached_property
-    def num_needs(self) -> list[int]:
-        """How many other tasks each task needs."""
-        return [len(task.needs) for task in self.graph.tasks]
-
-    @cached_property
-    def followers(self) -> list[list[int]]:
-        """The tasks that need each task."""
-        found: list[list[int]] = [[] for _ in self.graph.tasks]
-        for index, task in enumerate(self.graph.tasks):
-            for need in task.needs:
-                found[need].append(index)
-        return found
 
     def facts(self) -> dict[str, object]:
         """Returns what ranks compare before they use the recipe."""
@@ -151,7 +137,7 @@ def codes_local(codec: Codec, num_ranks: int) -> bool:
     """Returns whether a rank's gradient must pass its own codec before a ring merges it.
 
     A hop encodes the own gradient together with that of others. That would lose momentum, which
-    each rank keeps for itself, and whatever a way back without a residual does not send.
+    each rank keeps for itself, and what a way back without a residual does not send.
     """
     own, back = set(codec.state_names), set(codec.aggregator(num_ranks).state_names)
     return not (own <= {"residual"} and own <= back)
@@ -161,5 +147,4 @@ def without_state(codec: Codec) -> Codec:
     """Returns the codec without the error feedback and momentum of wrappers."""
     if isinstance(codec, ProgramCodec) and (codec.variant.feedback or codec.variant.momentum):
         return codec.with_variant(PLAIN, codec.name)
-    inner = getattr(codec, "inner", None)
-    return without_state(inner) if isinstance(inner, Codec) else codec
+    return codec

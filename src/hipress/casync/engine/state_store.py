@@ -24,9 +24,9 @@ class Key(NamedTuple):
     start: int
     stop: int
     kind: Kind
-    """What this rank encodes there: a worker's frame, a partial mean, or the mean for all."""
+    """The kind of slot that is encoded: a worker's frame, a partial mean, or the mean for all."""
     merged: int
-    """How many contributions are in what is encoded."""
+    """The number of contributions in what is encoded."""
 
 
 class StateStore:
@@ -43,7 +43,7 @@ class StateStore:
         Args:
             keys: The partitions of a chunk, in order.
             state: The state of the chunk.
-            bulk: How several partitions lie in the state; None: there is one.
+            bulk: The layout of several partitions in the state; None if there is one.
         """
         for name, held in state.items():
             if name in RANDOM_KEYS:

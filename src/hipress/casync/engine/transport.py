@@ -1,4 +1,4 @@
-"""What carries messages: the interface between the executors and torch.distributed.
+"""The interface between the executors and torch.distributed.
 
 `Transport` is the contract; `GroupTransport` fulfils it on a process group of any backend, and
 `loopback` inside one process.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from hipress.errors import HipressError, PeerError, UsageError
+from hipress.errors import HipressError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,19 +46,6 @@ def finish(pending: Pending) -> None:
     """Waits for a pending message."""
     with on_the_link():
         pending.wait()
-
-
-def raise_again(failure: BaseException | None) -> None:
-    """Raises the error for a call that comes after a failure."""
-    if failure is None:
-        return
-    if isinstance(failure, UsageError):
-        raise failure  # closed
-    ranks = getattr(failure, "ranks", ())
-    text = str(failure).removesuffix(".")
-    raise PeerError(
-        f"the exchange is down since an earlier error ({text}); restart the exchange.", ranks=ranks
-    ) from failure
 
 
 class Pending(Protocol):
@@ -88,7 +75,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(self, data: torch.Tensor) -> Pending:
-        """Starts to sum `data` over all ranks, in index; in the same order on all ranks."""
+        """Starts to sum `data` over all ranks, in place; in the same order on all ranks."""
 
     def exchange(
         self,

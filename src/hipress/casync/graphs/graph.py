@@ -1,8 +1,8 @@
 """The task graph of one synchronisation on one rank: five verbs, pure data.
 
-Gradients are cut into *chunks*; each chunk lives its own life and never meets another. What a task
-reads and writes are *slots*, names for memory that the engine allocates later. A task waits for
-whatever wrote the slots it reads, and for whoever still reads the slots it writes.
+Gradients are cut into *chunks*, and the tasks of one chunk do not depend on those of another. A
+task reads and writes *slots*, names for memory that the engine allocates later. It waits for the
+tasks that wrote the slots it reads, and for those that still read the slots it writes.
 
 Letters: N ranks, r this rank, p a chunk.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -62,9 +63,9 @@ class Slot(NamedTuple):
     kind: Kind
     chunk: int
     rank: int = 0
-    """Who made it."""
+    """The rank that made it."""
     merged: int = 1
-    """How many contributions are in it."""
+    """The number of contributions in it."""
 
     @property
     def tag(self) -> int:
@@ -74,19 +75,19 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One verb."""
+    """One verb with the slots it works on."""
 
     verb: Verb
     reads: tuple[Slot, ...] = ()
     writes: tuple[Slot, ...] = ()
     weights: tuple[float, ...] = ()
-    """Of a merge: the factor of each slot it reads."""
+    """The factor of each slot that a merge reads."""
     to: tuple[int, ...] = ()
-    """Of a send or exchange: the receiver of each slot it reads."""
+    """The receiver of each slot that a send or an exchange reads."""
     of: tuple[int, ...] = ()
-    """Of a recv or exchange: the sender of each slot it writes."""
+    """The sender of each slot that a recv or an exchange writes."""
     depth: int = 0
-    """Its stage in the life of the chunk, the same on all ranks: a recv is one below its send."""
+    """Its stage among the tasks of the chunk, alike on all ranks: a recv is one below its send."""
     needs: tuple[int, ...] = ()
     """Tasks that must be done before it, as positions in the graph."""
 
@@ -96,16 +97,29 @@ class Task:
         return (self.reads or self.writes)[0].chunk
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Graph:
     """The tasks of one rank; each stands behind those it needs."""
 
     num_ranks: int
     rank: int
     routes: tuple[int, ...]
-    """For each chunk a number that spreads chunks over ranks: who aggregates, where a ring is
-    entered."""
+    """For each chunk a number that decides which rank aggregates it, or where a ring starts."""
     tasks: tuple[Task, ...]
+
+    @cached_property
+    def num_needs(self) -> list[int]:
+        """The number of other tasks that each task needs."""
+        return [len(task.needs) for task in self.tasks]
+
+    @cached_property
+    def followers(self) -> list[list[int]]:
+        """The tasks that need each task."""
+        found: list[list[int]] = [[] for _ in self.tasks]
+        for index, task in enumerate(self.tasks):
+            for need in task.needs:
+                found[need].append(index)
+        return found
 
 
 @dataclass
@@ -120,7 +134,7 @@ class Draft:
     _readers: dict[Slot, list[int]] = field(default_factory=dict)
 
     def add(self, task: Task, needs: Iterable[int] = ()) -> None:
-        """Appends a task that needs what its slots demand, and `needs`."""
+        """Appends a task; it needs `needs`, and what its slots depend on."""
         index = len(self.tasks)
         found = set(needs)
         for slot in task.reads:
@@ -138,40 +152,29 @@ class Draft:
         self.tasks.append(replace(task, needs=tuple(sorted(found))))
 
     def encode(self, x: Slot, frame: Slot, depth: int) -> None:
-        """x under the codec of `frame`."""
+        """Adds the encode of x under the codec of `frame`."""
         self.add(Task(verb=Verb.ENCODE, reads=(x,), writes=(frame,), depth=depth))
 
     def decode(self, frame: Slot, x: Slot, depth: int) -> None:
-        """The elements of `frame`."""
+        """Adds the decode of a frame."""
         self.add(Task(verb=Verb.DECODE, reads=(frame,), writes=(x,), depth=depth))
 
     def merge(
         self, parts: Sequence[Slot], mean: Slot, depth: int, weights: Sequence[float]
     ) -> None:
-        """The sum of `parts`, each times its weight, in the order given."""
-        self.add(
-            Task(
-                verb=Verb.MERGE,
-                reads=tuple(parts),
-                writes=(mean,),
-                weights=tuple(weights),
-                depth=depth,
-            )
-        )
+        """Adds the sum of `parts`, each times its weight, in the order given."""
+        reads, factors = tuple(parts), tuple(weights)
+        self.add(Task(verb=Verb.MERGE, reads=reads, writes=(mean,), weights=factors, depth=depth))
 
     def send(self, slot: Slot, to: int, depth: int) -> None:
-        """`slot` to a rank, which receives it one below `depth`."""
+        """Adds the send of a slot to a rank, which receives it one below `depth`."""
         self.add(Task(verb=Verb.SEND, reads=(slot,), to=(to,), depth=depth))
 
     def recv(self, slot: Slot, of: int, depth: int) -> None:
-        """`slot` from a rank."""
+        """Adds the receive of a slot from a rank."""
         self.add(Task(verb=Verb.RECV, writes=(slot,), of=(of,), depth=depth))
 
     def graph(self) -> Graph:
-        """What was collected."""
-        return Graph(
-            num_ranks=self.num_ranks,
-            rank=self.rank,
-            routes=tuple(self.routes),
-            tasks=tuple(self.tasks),
-        )
+        """Returns the graph of the tasks that were added."""
+        tasks, routes = tuple(self.tasks), tuple(self.routes)
+        return Graph(num_ranks=self.num_ranks, rank=self.rank, routes=routes, tasks=tasks)

@@ -1,13 +1,13 @@
-"""From the graph a strategy builds to the graph the engine runs: a flat list of passes.
+"""Turns the graph that a strategy builds into the graph that the engine runs, in passes.
 
     bulk         chunks that share a route become one chunk: one frame, one message
     fuse         decode, merge, encode become one merge that reads and writes frames
     whole        without a codec, an exchange of everything becomes the transport's all-reduce
     schedule     the order that pipelines chunks, the same on all ranks
-    stages       pipelining off: a depth starts when the one before is done
+    stages       without pipelining, a depth starts when the one before is done
     exchanges    sends and receives of one depth become one call, for transports without tags
 
-Every pass is a function from graph to graph. What a task needs is found anew from its slots.
+Every pass is a function from graph to graph. Each finds what a task needs from its slots again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 from hipress.casync.graphs.graph import COMPUTING, Draft, Graph, Kind, Slot, Task, Verb
 
 STRIDE = 2
-"""Depths between one wave of N chunks and the next: small enough that several are under way."""
+"""Depths between one wave of N chunks and the next: small enough that several run at once."""
 
 
 def lower(
@@ -33,11 +33,11 @@ def lower(
     """Runs the passes.
 
     Args:
-        graph: Of a strategy.
-        groups: For each chunk, the chunk it becomes part of; chunks of a group share a route.
-        plain: There is no codec, and the transport may add what is sent.
-        pipelined: Let chunks overtake each other.
-        ordered: The transport has no tags: all communication in one agreed order.
+        graph: The graph of a strategy.
+        groups: The new chunk that each chunk becomes part of; chunks of a group share a route.
+        plain: Whether there is no codec, so that the transport may add what is sent.
+        pipelined: Whether chunks may overtake each other.
+        ordered: Whether the transport has no tags, so that all communicate in one order.
     """
     if groups is not None:
         graph = bulk(graph, groups)
@@ -51,7 +51,7 @@ def lower(
 
 
 def bulk(graph: Graph, groups: Sequence[int]) -> Graph:
-    """Chunks of a group become one."""
+    """Makes one chunk of the chunks of a group."""
     routes: dict[int, int] = {}
     for group, route in zip(groups, graph.routes, strict=True):
         assert routes.setdefault(group, route) == route, "chunks of a group share a route"
@@ -62,12 +62,12 @@ def bulk(graph: Graph, groups: Sequence[int]) -> Graph:
     tasks = [
         replace(t, reads=moved(t.reads), writes=moved(t.writes), needs=()) for t in graph.tasks
     ]
-    # The first member's tasks stand for those of all, which are the same but for the chunk.
+    # The tasks of the members differ in the chunk only, so those of the first stand for all.
     return _redrawn(graph, list(dict.fromkeys(tasks)), [routes[k] for k in sorted(routes)])
 
 
 def fuse(graph: Graph) -> Graph:
-    """A merge takes the decodes before it and the encode behind it into itself."""
+    """Makes each merge do the decodes before it and the encode behind it."""
     decodes = {t.writes[0]: t for t in graph.tasks if t.verb is Verb.DECODE}
     encodes = {t.reads[0]: t for t in graph.tasks if t.verb is Verb.ENCODE}
     reads = Counter(slot for t in graph.tasks for slot in t.reads)
@@ -92,35 +92,35 @@ def fuse(graph: Graph) -> Graph:
 
 
 def whole(graph: Graph) -> Graph:
-    """One all-reduce for each chunk."""
+    """Makes one all-reduce of the tasks of each chunk."""
     chunks = sorted({task.chunk for task in graph.tasks})
     slots = [(Slot(Kind.GRADIENT, chunk),) for chunk in chunks]
     return _redrawn(graph, [Task(verb=Verb.ALL_REDUCE, reads=s, writes=s) for s in slots])
 
 
 def schedule(graph: Graph) -> Graph:
-    """Sorted by when a task would run if every depth took as long as another."""
+    """Sorts tasks by when they would run if every depth took the same time."""
     return _redrawn(graph, sorted(graph.tasks, key=lambda task: _moment(graph, task)))
 
 
 def stages(graph: Graph) -> Graph:
-    """Each task needs all that have a smaller depth."""
+    """Makes each task need all tasks of a smaller depth."""
     draft = Draft(graph.num_ranks, graph.rank, graph.routes)
     tasks = sorted(graph.tasks, key=lambda task: (task.depth, task.chunk))
     behind: list[int] = []
     for index, task in enumerate(tasks):
         if index and task.depth != tasks[index - 1].depth:
             behind = [k for k in range(index) if tasks[k].depth == tasks[index - 1].depth]
-        # A receive may be posted early; what reads it waits for its stage.
+        # A receive may start early; the tasks that read it wait for their stage.
         draft.add(task, () if task.verb is Verb.RECV else behind)
     return draft.graph()
 
 
 def exchanges(graph: Graph, stride: int = STRIDE) -> Graph:
-    """Sends, and the receives one depth below, become one call.
+    """Makes one call of the sends of a depth and the receives one below.
 
-    All ranks hold the same sends and receives at the same moment, so all make their calls in one
-    order. With every rank in it, `ps` exchanges as an all-to-all, then as an all-gather.
+    All ranks have the same sends and receives at the same moment, so all make their calls in one
+    order. `ps` among all ranks becomes an all-to-all, then an all-gather.
     """
     groups: dict[tuple[int, ...], list[Task]] = defaultdict(list)
     timed: list[tuple[tuple[int, ...], int, Task]] = []
@@ -146,7 +146,7 @@ def exchanges(graph: Graph, stride: int = STRIDE) -> Graph:
 
 
 def _moment(graph: Graph, task: Task, stride: int = STRIDE) -> tuple[int, int, int]:
-    """When it is due; chunks of one moment in an order that keeps messages of a pair in order."""
+    """Returns when a task is due; ties are broken so that messages of a pair stay in order."""
     chunk, num_ranks = task.chunk, graph.num_ranks
     moment = chunk // num_ranks * stride + task.depth
     # Each rank starts with another chunk, or all would send to one rank at the same time.
@@ -155,7 +155,6 @@ def _moment(graph: Graph, task: Task, stride: int = STRIDE) -> tuple[int, int, i
 
 
 def _redrawn(graph: Graph, tasks: Sequence[Task], routes: Sequence[int] | None = None) -> Graph:
-    """The graph of other tasks, in their order."""
     draft = Draft(graph.num_ranks, graph.rank, graph.routes if routes is None else routes)
     for task in tasks:
         draft.add(task)

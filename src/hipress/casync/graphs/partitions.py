@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 CHUNK_NUMEL = 2**21
-"""A chunk has about as many elements: 8 MB, which onebit encodes in 1 ms. Four ranks on two cores
-at 1 Gbit took 133, 124 and 85 ms for 100 MB with chunks of 2, 4 and 8 MB, since each message costs
+"""Elements of a chunk, roughly: 8 MB, which onebit encodes in 1 ms. Four ranks on two cores at
+1 Gbit took 133, 124 and 85 ms for 100 MB with chunks of 2, 4 and 8 MB, since each message costs
 time there. With 12 chunks encode, wire and decode still overlap."""
 
 GPU_CHUNK_NUMEL = 2**24
@@ -22,18 +22,18 @@ GPU_CHUNK_NUMEL = 2**24
 500 MB over 10 Gbit took 74, 42, 23 and 20 ms with chunks of 2^21, 2^22, 2^23 and 2^24."""
 
 FRAME_BYTES, GPU_FRAME_BYTES = 2**22, 2**24
-"""Frames are not longer, so that the wire is not idle while the first are made: without a codec
+"""Most bytes of a frame, so that the wire is not idle while the first are made: without a codec
 100 MB took 1395 ms around the ring in chunks of 8 MB and 1291 in chunks of 4."""
 
 LEAST_NUMEL = 2**16
-"""Partitions that only serve to occupy all ranks are not smaller."""
+"""Least elements of a partition that is only made so that all ranks have work."""
 
 BULK_NUMEL = 2**17
 """Partitions up to this size share a frame. That costs memory and two copies (0.3 ms for so many
 elements, cold, on a busy core) and saves six messages among four ranks (0.1 ms each)."""
 
 GPU_SHARE_NUMEL = 2**22
-"""Partitions that only serve to occupy all ranks are not smaller on a GPU: a launch costs more."""
+"""The same on a GPU, where a launch costs more."""
 
 GRAIN = 4096
 """Partitions start on a multiple of this, so that no block of a codec is cut."""
@@ -56,7 +56,7 @@ class Partition(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many."""
+        """The number of elements."""
         return self.stop - self.start
 
 
@@ -66,13 +66,13 @@ class Layout:
 
     partitions: tuple[Partition, ...]
     groups: tuple[int, ...]
-    """For each partition its group; groups are numbered in order."""
+    """The group of each partition; groups are numbered in order."""
     routes: tuple[int, ...]
-    """For each group."""
+    """The route of each group."""
 
     @cached_property
     def members(self) -> tuple[tuple[Partition, ...], ...]:
-        """For each group its partitions."""
+        """The partitions of each group."""
         found: list[list[Partition]] = [[] for _ in self.routes]
         for part, group in zip(self.partitions, self.groups, strict=True):
             found[group].append(part)
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def partition_routes(self) -> tuple[int, ...]:
-        """For each partition the route of its group."""
+        """The route of each partition, which is that of its group."""
         return tuple(self.routes[group] for group in self.groups)
 
 
@@ -96,10 +96,10 @@ def cut(
 
     Args:
         numels: Elements of each gradient; empty ones are left out.
-        num_routes: N, or the number of owners.
+        num_routes: The number of ranks, or of owners.
         chunk_numel: Elements that a group should have.
-        bulk: Put small gradients together.
-        pipelined: Off, each gradient becomes one partition per route at most.
+        bulk: Whether small gradients are put together.
+        pipelined: If False, each gradient becomes at most one partition for each route.
 
     Example:
         >>> layout = cut([10_000_000, 100, 200], 2)
@@ -108,7 +108,7 @@ def cut(
     """
     if not pipelined:
         chunk_numel = max(*numels, 1, 1)
-    # Little in all is cut finer, so that every rank has something to do.
+    # If there is little in all, it is cut finer, so that every rank has something to do.
     target = min(max(-(-sum(numels) // num_routes), LEAST_NUMEL), chunk_numel)
     partitions: list[Partition] = []
     groups: list[int] = []
@@ -132,14 +132,14 @@ def cut(
 
 
 class Partitioner:
-    """Cuts gradients and deals their partitions out to routes, one gradient after the other.
+    """Cuts gradients and assigns their partitions to routes, one gradient after the other.
 
-    What a gradient gets depends on those before it, never on the list it travels in later: its
-    state stays where it is when others travel with it.
+    The result for a gradient depends on those before it, never on the list it travels in later, so
+    its state stays where it is when others travel with it.
 
     Args:
-        num_routes: N.
-        bucket_numel: Elements of a full bucket: every rank should find work in every bucket.
+        num_routes: The number of ranks.
+        bucket_numel: Elements of a full bucket: every rank should have work in every bucket.
         on_gpu: Whether the gradients are on a GPU.
 
     Example:
@@ -157,13 +157,13 @@ class Partitioner:
     def place(
         self, numel: int, chunk_numel: int, partitions: int | None = None
     ) -> tuple[Placement, ...]:
-        """The partitions of the next gradient, each on the route that carries least so far.
+        """Returns the partitions of the next gradient, each on the route that carries least so far.
 
         Args:
-            numel: Of the gradient.
+            numel: Elements of the gradient.
             chunk_numel: Elements of a chunk of its codec; no partition should have more.
-            partitions: The number of partitions that a plan asks for; the gradient gets fewer where
-                some would not start on a multiple of `GRAIN`. None: it depends on the sizes.
+            partitions: The number of partitions in a plan; the gradient gets fewer if some would
+                not start on a multiple of `GRAIN`. If None, the number depends on the sizes.
         """
         if partitions is None:
             target = max(min(chunk_numel, self._share_numel), LEAST_NUMEL)
@@ -181,11 +181,11 @@ class Partitioner:
 def arrange(
     placements: Sequence[Sequence[Placement]], *, chunk_numel: int, bulk_numel: int = BULK_NUMEL
 ) -> Layout:
-    """The layout of gradients whose partitions have their routes already.
+    """Returns the layout of gradients whose partitions have routes already.
 
     Args:
-        placements: For each gradient its partitions; none where it is empty.
-        chunk_numel: Elements that a group should have at most.
+        placements: The partitions of each gradient; an empty gradient has none.
+        chunk_numel: Most elements that a group should have.
         bulk_numel: Partitions up to this size are put together with others of their route.
 
     Example:
@@ -216,7 +216,7 @@ def arrange(
 
 
 def _partitions(tensor: int, numel: int, num_routes: int, target: int) -> list[Partition]:
-    """Even partitions; as many for each route where there are more partitions than routes."""
+    """Cuts evenly; every route gets as many if there are more partitions than routes."""
     wanted = -(-numel // target)
     if wanted > num_routes:
         wanted = -(-wanted // num_routes) * num_routes
@@ -231,9 +231,9 @@ def _even(tensor: int, numel: int, count: int) -> list[Partition]:
 
 
 def _deal(sizes: Sequence[int], num_routes: int) -> tuple[int, ...]:
-    """The route of each group: the largest first, each to the route that carries least so far.
+    """Returns the route of each group: the largest group first, each to the least loaded route.
 
-    Where sizes are alike this deals them out in turn, which is what pipelines best.
+    Groups of one size go to the routes in turn, which pipelines best.
     """
     loads = [0] * num_routes
     routes = [0] * len(sizes)

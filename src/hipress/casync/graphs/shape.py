@@ -1,6 +1,6 @@
-"""How one synchronisation is cut and what each rank does in it: all of it that needs no tensor.
+"""How one synchronisation is cut and what each rank does in it, as far as that needs no tensor.
 
-The engine runs these graphs and the simulator plays them, so the two cannot drift.
+The engine and the simulator execute the same graphs, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ class Shape:
     """One synchronisation without its tensors."""
 
     numels: tuple[int, ...]
-    """Elements of each tensor."""
     hosts: tuple[int, ...]
     """The host of each rank."""
     strategy: str
     is_plain: bool = False
-    """Whether the transport's own sum does it."""
+    """Whether the transport's own all-reduce takes its place."""
     bulk: bool = True
     """Whether small gradients share frames."""
     codes_local: bool = False
     """Whether a rank's own gradient passes its codec before a ring merges it."""
     chunk_numel: int = partitions.CHUNK_NUMEL
-    """Elements of a chunk."""
     pipelined: bool = True
     ordered: bool = False
     """Whether the transport has no tags."""
     placements: tuple[tuple[partitions.Placement, ...], ...] | None = None
-    """The partitions of each tensor and their routes; None: they depend on the tensors together."""
+    """The partitions of each tensor and their routes; if None, `partitions.cut` makes them."""
 
     @cached_property
     def layout(self) -> partitions.Layout:
         """How the gradients are cut."""
-        # The transport cuts what it adds up itself.
+        # What the transport sums is not cut here: the transport does that.
         numel = max(*self.numels, 1, 1) if self.is_plain else self.chunk_numel
         if self.placements is not None and not self.is_plain:
             small = partitions.BULK_NUMEL if self.bulk else 0
@@ -73,12 +71,13 @@ class Shape:
             numel *= 2
 
     def graph(self, rank: int) -> Graph:
-        """What a rank runs."""
-        # What the transport adds up itself needs no messages among N ranks to be drawn first.
+        """Returns the graph that a rank runs."""
+        # If the transport sums, lowering drops all messages, so none are built for N ranks.
         hosts = self.hosts[:1] if self.is_plain else self.hosts
         cluster = strategies.Cluster(hosts=hosts, codes_local=self.codes_local)
         member = 0 if self.is_plain else rank
-        graph = strategies.build(self.strategy, cluster, member, self.layout.partition_routes)
+        build = strategies.get(self.strategy).build
+        graph = build(cluster, member, self.layout.partition_routes)
         graph = replace(graph, num_ranks=len(self.hosts), rank=rank)
         return lowering.lower(
             graph,
@@ -90,7 +89,7 @@ class Shape:
 
 
 def chunk_numel(wire_bytes: Callable[[int], int], *, on_gpu: bool) -> int:
-    """Elements of a chunk: as many as encode well, fewer where that makes a long message."""
+    """Returns the elements of a chunk: as many as encode well, fewer if the message is long."""
     numel = partitions.GPU_CHUNK_NUMEL if on_gpu else partitions.CHUNK_NUMEL
     longest = partitions.GPU_FRAME_BYTES if on_gpu else partitions.FRAME_BYTES
     while wire_bytes(numel) - 4096 > longest and numel > partitions.LEAST_NUMEL:

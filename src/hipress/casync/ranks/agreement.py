@@ -1,4 +1,4 @@
-"""Ranks compare what they were given, and fail with the difference named.
+"""Ranks compare what they were given, and their clocks; errors name the difference.
 
 Everything goes through the store as JSON: each rank writes its own facts, rank 0 compares them and
 writes a verdict, and all ranks read it. That takes N writes and N reads, whatever is compared.
@@ -10,9 +10,8 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from hipress.casync.ranks import clock
 from hipress.errors import AgreementError, PeerError
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ PART_BYTES = 2**20
 """Size of the parts in which a payload goes through the store."""
 
 GRACE_S = 5.0
-"""How much longer the other ranks wait for the verdict than rank 0 waits for the facts."""
+"""How much longer the other ranks wait than rank 0, which can name the missing ones."""
 
 LOOK_S = 1.0
 """How often a rank that waits asks whether another has failed meanwhile."""
@@ -30,14 +29,14 @@ LOOK_S = 1.0
 KEPT_POSTS = 64
 """Number of posted texts that the store keeps."""
 
+CLOCK_ROUNDS = 16
+
 
 class Agreement:
     """Lets the ranks of one engine compare and share values through the store.
 
     Args:
-        store: Shared by exactly these ranks.
-        rank: This rank.
-        num_ranks: The number of ranks.
+        store: Shared by exactly these ranks; nothing else uses this connection meanwhile.
         timeout_s: How long a rank may be late.
         check: Raises if a rank is known to have failed, which ends a wait.
     """
@@ -142,9 +141,100 @@ class Agreement:
             )
         return self._store.get(key).decode()
 
-    def clock_offset(self) -> tuple[int, int]:
-        """Returns the offset of this rank's clock to rank 0's, and its error bound, in ns."""
-        return clock.offset(self._store, self._rank, self._num_ranks, timeout_s=self._timeout_s)
+    def clock_offset(
+        self, *, rounds: int = CLOCK_ROUNDS, clock: Callable[[], int] = time.perf_counter_ns
+    ) -> tuple[int, int]:
+        """Returns what to add to this rank's clock to get rank 0's, and its error bound, in ns.
+
+        A rank notes its time, asks, gets rank 0's time and notes its own again. Rank 0 read its
+        clock somewhere between the two, so the middle is off by at most half the round trip,
+        whatever the network does. The quickest of `rounds` counts. Ranks take turns, so that they
+        do not slow each other. All ranks must call it; rank 0 gets zeros.
+
+        Raises:
+            PeerError: A rank did not come in time; raised on all that did.
+
+        Example:
+            >>> from torch.distributed import HashStore
+            >>> Agreement(HashStore(), 0, 1, timeout_s=60).clock_offset()
+            (0, 0)
+        """
+        assert rounds > 0
+        if self._num_ranks == 1:
+            return 0, 0
+        try:
+            # Each rank counts its own calls, so that none reads what a failed call has left behind.
+            base = f"clock/{self._store.add(f'clock/calls/{self._rank}', 1)}"
+            if self._rank == 0:
+                self._answer_clocks(base, rounds, clock)
+                return 0, 0
+            return self._ask_clock(base, rounds, clock)
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self._rank} lost the store while clocks were compared: rank 0, or the "
+                f"process that holds the store, is gone ({str(error).splitlines()[0]}).",
+                ranks=(0,) if self._rank else (),
+            ) from error
+
+    def _answer_clocks(self, base: str, rounds: int, clock: Callable[[], int]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        for peer in range(1, self._num_ranks):
+            # One round more, since a rank waits for its turn in its first one.
+            for k in range(rounds + 1):
+                if not self._arrives(f"{base}/{peer}/{k}/ask", deadline):
+                    self._give_up_clocks(base, peer, k)
+                self._store.set(f"{base}/{peer}/{k}/answer", str(clock()))
+            for k in range(rounds + 1):
+                self._store.delete_key(f"{base}/{peer}/{k}/ask")
+        self._store.set(f"{base}/end", "0")
+
+    def _ask_clock(self, base: str, rounds: int, clock: Callable[[], int]) -> tuple[int, int]:
+        store = self._store
+        deadline = time.monotonic() + self._timeout_s + GRACE_S
+        tries = []
+        for k in range(rounds + 1):
+            key = f"{base}/{self._rank}/{k}/answer"
+            start_ns = clock()
+            store.set(f"{base}/{self._rank}/{k}/ask", "")
+            there = self._arrives(key, deadline)
+            end_ns = clock()  # before the answer is fetched, which takes another round trip
+            answer_ns = self._clock_answer(key, there)
+            tries.append((end_ns - start_ns, answer_ns - (start_ns + end_ns) // 2))
+            store.delete_key(key)
+        # A rank that has its offset still learns of one that never came.
+        self._clock_answer(f"{base}/end", self._arrives(f"{base}/end", deadline))
+        if store.add(f"{base}/left", 1) == self._num_ranks - 1:
+            store.delete_key(f"{base}/end")
+            store.delete_key(f"{base}/left")
+        round_trip_ns, found_ns = min(tries)
+        return found_ns, (round_trip_ns + 1) // 2
+
+    def _clock_answer(self, key: str, there: bool) -> int:
+        """Returns what rank 0 has written; raises if it has given up."""
+        found: Any = json.loads(self._store.get(key)) if there else [0]
+        if isinstance(found, list):
+            raise self._late_for_clocks(found)
+        return int(found)
+
+    def _give_up_clocks(self, base: str, peer: int, k: int) -> NoReturn:
+        """Tells every rank, wherever it waits, which ranks did not ask."""
+        waits = {peer: f"{peer}/{k}"}
+        waits |= {later: f"{later}/0" for later in range(peer + 1, self._num_ranks)}
+        asked = {one: self._store.check([f"{base}/{at}/ask"]) for one, at in waits.items()}
+        late = [one for one, there in asked.items() if not there] or [peer]
+        for key in (*(f"{at}/answer" for at in waits.values()), "end"):
+            self._store.set(f"{base}/{key}", json.dumps(late))
+        raise self._late_for_clocks(late)
+
+    def _late_for_clocks(self, ranks: list[int]) -> PeerError:
+        return PeerError(
+            f"{_ranks(ranks)} did not come to compare clocks within {self._timeout_s:g} s: gone, "
+            "late, or calling in another order; look at the output there, or raise "
+            "HIPRESS_TIMEOUT.",
+            ranks=tuple(ranks),
+        )
 
     def _compare(self, base: str, what: str) -> dict[str, Any]:
         deadline = time.monotonic() + self._timeout_s

@@ -34,8 +34,6 @@ class Heartbeats:
 
     Args:
         store: Shared by the ranks; a connection of its own, since a wait blocks the others on it.
-        rank: This rank.
-        num_ranks: The number of ranks.
         timeout_s: How long a rank may be silent before its neighbour reports it as gone.
         on_failure: Called once, from the thread of the heartbeat, with the error for callers.
         progress: Returns how many exchanges this rank has started; a rank with fewer is late.
@@ -174,17 +172,13 @@ class Heartbeats:
             now = self._read(silent)
             silent = [rank for rank in silent if now[rank] in (before[rank], "bye")]
         if silent:
-            names = ", ".join(map(str, silent))
-            who = f"ranks {names} are" if len(silent) > 1 else f"rank {names} is"
-            text = f"{who} gone or frozen ({_first_line(error)}): look at the output there."
-            return self._report(text, silent)
+            text = f"{_subject(silent)} gone or frozen ({_first_line(error)})"
+            return self._report(f"{text}: look at the output there.", silent)
         if late := self._late():
-            names = ", ".join(map(str, late))
-            who = f"ranks {names} are" if len(late) > 1 else f"rank {names} is"
             return self._report(
-                f"{who} late: the others wait in an exchange that has not begun there for "
-                f"{self._timeout_s:g} s, though all ranks are alive; look at the output there, or "
-                "raise HIPRESS_TIMEOUT if it only takes long.",
+                f"{_subject(late)} late: the others wait in an exchange that has not begun there "
+                f"for {self._timeout_s:g} s, though all ranks are alive; look at the output there, "
+                "or raise HIPRESS_TIMEOUT if it only takes long.",
                 late,
             )
         return self._report(
@@ -217,9 +211,14 @@ class Heartbeats:
 
 def _lost(rank: int, error: BaseException) -> str:
     return (
-        f"rank {rank} does not reach the store: its own link is down, or rank 0, or whoever holds "
-        f"the store, is gone ({_first_line(error)})."
+        f"rank {rank} does not reach the store: its own link is down, or rank 0, or the process "
+        f"that holds the store, is gone ({_first_line(error)})."
     )
+
+
+def _subject(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
 
 
 def _first_line(error: BaseException) -> str:

@@ -189,10 +189,8 @@ def layout(kernel: Kernel, out: Lines) -> list[Place]:
 
 
 def body_bytes_source(kernel: Kernel, name: str = "body_bytes") -> str:
-    """Returns a function from (n, params) to the bytes of a payload's body."""
     out = Lines()
-    out(f"def {name}(n, params):")
-    out.depth += 1
+    out.open(f"def {name}(n, params):")
     layout(kernel, out)
     out("return end")
     return str(out)
@@ -210,7 +208,6 @@ def entry_start(kernel: Kernel, out: Lines) -> list[Place]:
 
 
 def entry_args(kernel: Kernel) -> str:
-    """Returns the arguments of an entry point up to the caller's memory."""
     memory = kernel.input or kernel.output
     assert memory is not None
     return f"n, params, rng, body, {memory.name}{', states' * (kernel.input is not None)}"

@@ -61,8 +61,12 @@ class Lines:
     def __str__(self) -> str:
         return "\n".join(self.text) + "\n"
 
+    def open(self, line: str) -> None:
+        """Begins a block: what follows stands under `line`."""
+        self(line)
+        self.depth += 1
+
     def end(self) -> None:
-        """Ends a function."""
         self.depth = 0
         self.text += ["", ""]
 
@@ -84,15 +88,12 @@ def pass_method(printer: object, p: ir.Pass) -> Callable[..., None]:
 
 
 class Printer:
-    """Prints the values of one kernel."""
-
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.graph = Graph()
         self._num_names = 0
 
     def fresh(self) -> str:
-        """Returns a name that is not in use."""
         self._num_names += 1
         return f"v{self._num_names}"
 
@@ -103,7 +104,6 @@ class Printer:
         return name
 
     def spell(self, e: Expr, args: list[str]) -> str:
-        """Writes one operation; a backend adds to this."""
         raise NotImplementedError
 
     def print(
@@ -142,7 +142,6 @@ class Printer:
 
 
 def machine_type(e: Expr) -> str:
-    """Returns the machine type of a value."""
     if e.type == "int":
         return "i32" if e.narrow else "i64"
     return "f32" if e.type == "float" else "bool"
@@ -163,6 +162,15 @@ class MachinePrinter(Printer):
     its operation.
     """
 
+    # A backend defines these. `int_result` writes an operation on ints of a common type as a value
+    # of its own type, `combined_by_program` a reduction's function that the program gives.
+    cast: Callable[[str, str], str]
+    constant: Callable[[Expr], str]
+    to_float: Callable[[Expr, str], str]
+    to_uint: Callable[[Expr, str], str]
+    int_result: Callable[[Expr, str, list[str], str], str]
+    combined_by_program: Callable[[Fold, str, str, Lines], str]
+
     NOT: ClassVar[str]
     SELECT: ClassVar[str]
     FLOAT: ClassVar[dict[str, str]] = {
@@ -173,22 +181,6 @@ class MachinePrinter(Printer):
         "round_bf16": "_from_bf16(_to_bf16({}))",
     }
     INT: ClassVar[dict[str, str]] = {**INFIX, **_CALLS, "sign": "_sign_i({})"}
-
-    def cast(self, text: str, machine: str) -> str:
-        raise NotImplementedError
-
-    def constant(self, e: Expr) -> str:
-        raise NotImplementedError
-
-    def to_float(self, e: Expr, arg: str) -> str:
-        raise NotImplementedError
-
-    def to_uint(self, e: Expr, arg: str) -> str:
-        raise NotImplementedError
-
-    def int_result(self, e: Expr, form: str, args: list[str], common: str) -> str:
-        """Writes an operation on ints of the type `common` as a value of the type of `e`."""
-        raise NotImplementedError
 
     def spell(self, e: Expr, args: list[str]) -> str:
         mine, theirs = machine_type(e), [machine_type(a) for a in e.args]
@@ -245,10 +237,6 @@ class MachinePrinter(Printer):
             # A NaN among the results of tiles must not get lost when they are joined.
             return f"_{f.kind}{'_nan' if f.type == 'float' else ''}({a}, {b})"
         return self.combined_by_program(f, a, b, out)
-
-    def combined_by_program(self, f: Fold, a: str, b: str, out: Lines) -> str:
-        """Returns the same for a function that the program gives."""
-        raise NotImplementedError
 
 
 def host_values(roots: Iterable[Expr]) -> list[Expr]:

@@ -267,7 +267,6 @@ class Draft:
         return False
 
     def exprs(self) -> list[Expr]:
-        """Returns every value that the kernel must compute."""
         out = [w.value for w in self.writes] + [value for _, _, value in self.emits]
         out += [e for s in self.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
         out += [e for scan in self.scans for e in scan.fold.exprs]
@@ -275,7 +274,6 @@ class Draft:
         return out + [r.cond for r in self.requires]
 
     def _made_of(self, array: Array) -> list[Expr]:
-        """Returns the values that an array in memory was written from."""
         made = [w.value for w in self.writes if w.array is array]
         made += [value for _, target, value in self.emits if target is array]
         made += [e for s in self.scans if s.array is array for e in s.fold.exprs]
@@ -283,7 +281,6 @@ class Draft:
         return made + [s.value for s in self.sorts if s.values is array]
 
     def blocks(self, size: int) -> Expr:
-        """Returns the number of blocks in the gradient."""
         g = self.graph
         return g.binary("idiv", g.binary("add", g.n, g.const(size - 1)), g.const(size))
 
@@ -339,7 +336,6 @@ class Draft:
         return self._stored[key]
 
     def spread(self, value: Spread) -> Array:
-        """Returns a scatter's result in memory."""
         key = ("spread", value)
         if key not in self._stored:
             # Wide, so that codes may add up; who reads it saturates them again.
@@ -358,7 +354,6 @@ class Draft:
         self.scatters.append(scatter)
 
     def scanned(self, fold: Fold, elem: ElemType) -> Array:
-        """Returns a running reduction in memory."""
         array = self.temp(elem, fold.length)
         self.scans.append(ir.Scan(fold, array))
         return array

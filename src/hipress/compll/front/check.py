@@ -139,16 +139,10 @@ def evaluate(
     states: Sequence[ArrayValue] = (),
     payload: Sequence[Part] | None = None,
 ) -> Evaluated:
-    """Evaluates `function` with symbolic arguments, into `draft`.
+    """Evaluates `function` with symbolic arguments; `draft` collects barriers and requirements.
 
-    Args:
-        source: The file it stands in, for messages and param blocks.
-        function: An encode or a decode function.
-        draft: Where barriers and requirements are collected.
-        params: Value of every integer parameter (float ones stay symbolic).
-        gradient: For encode: what it reads.
-        states: For encode: its `inout` arrays.
-        payload: For decode: what `extract` gives; None while only encode is known.
+    `params` gives every integer parameter a value (float ones stay symbolic). Encode reads
+    `gradient` and `states`, decode `payload` (None while its encode function is not known).
     """
     checker = _Checker(source, draft, dict(params))
     roles = signature(source, function)
@@ -181,8 +175,6 @@ def evaluate(
 
 
 class _Checker(Expressions):
-    """Evaluates the statements of a function."""
-
     def __init__(self, source: ast.Source, draft: Draft, params: dict[str, ParamValue]) -> None:
         super().__init__(source, draft)
         self.params = params
@@ -406,8 +398,7 @@ class _Checker(Expressions):
         limit = self.draft.capacity(value)
         if want is not None and want is not limit:
             self.fail(
-                target,
-                f"{target.id!r} has {self.show(want)}; encode wrote {self.show(limit)}",
+                target, f"{target.id!r} has {self.show(want)}; encode wrote {self.show(limit)}"
             )
         home.names[target.id] = value
 

@@ -60,7 +60,6 @@ class Expressions:
         return self._sites.setdefault(pos, len(self._sites))
 
     def elem(self, type_: ast.TypeName, env: Env) -> ElemType:
-        """Returns the element type that `type_` names."""
         if type_.width is not None and type_.base != "uint":
             self.fail(type_, f"{type_.base!r} takes no width; write uint<...>")
         if type_.base == "uint":
@@ -80,7 +79,6 @@ class Expressions:
         self.fail(type_, f"{type_.base!r} is not the type of a value; use float, int or uint<...>")
 
     def declare(self, s: ast.Declare, env: Env) -> None:
-        """Binds a new name."""
         if s.name in env.names:
             self.fail(s, f"{s.name!r} is declared twice")
         if s.type.base == "lambda_func":
@@ -117,7 +115,6 @@ class Expressions:
             env = env.outer
 
     def value(self, node: ast.Expr, env: Env) -> Binding:
-        """Returns the value of an expression: a number, an array or a function."""
         self.depth += 1
         self.work += 1
         if self.depth > MAX_DEPTH:
@@ -336,29 +333,26 @@ class Expressions:
         Every statement is evaluated once, also after an `if` that returns: work grows with the
         length of the text, not with the number of ways through it.
         """
-        with self.nested(body):
-            return self._outcome_of(body, env, top)
-
-    def _outcome_of(self, body: Sequence[ast.Statement], env: Env, top: Env) -> tuple[Expr, Expr]:
         g = self.graph
         done, result = g.const(False), g.const(0)
-        for s in body:
-            if isinstance(s, ast.Return):
-                if s.value is None:
-                    self.fail(s, "a lambda returns a value")
-                returns, value = g.const(True), self.scalar(s.value, env)
-            elif isinstance(s, ast.If):
-                returns, value = self._branch(s, env, top)
-            else:
-                self._inner_statement(s, env, top)
-                continue
-            if done is g.const(False):
-                result = value
-            else:
-                result = g.select(done, *self.same(result, value))
-            done = g.logic("lor", done, returns)
-            if done is g.const(True):
-                break
+        with self.nested(body):
+            for s in body:
+                if isinstance(s, ast.Return):
+                    if s.value is None:
+                        self.fail(s, "a lambda returns a value")
+                    returns, value = g.const(True), self.scalar(s.value, env)
+                elif isinstance(s, ast.If):
+                    returns, value = self._branch(s, env, top)
+                else:
+                    self._inner_statement(s, env, top)
+                    continue
+                if done is g.const(False):
+                    result = value
+                else:
+                    result = g.select(done, *self.same(result, value))
+                done = g.logic("lor", done, returns)
+                if done is g.const(True):
+                    break
         return done, result
 
     def _branch(self, s: ast.If, env: Env, top: Env) -> tuple[Expr, Expr]:

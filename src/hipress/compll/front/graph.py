@@ -86,12 +86,10 @@ class Graph:
     # Leaves.
 
     def const(self, value: int | float | bool) -> Expr:
-        if isinstance(value, bool):
-            return self.make("const", type="bool", attr=value, host=True)
-        if isinstance(value, int):
-            bounds = (value, value)
-            return self.make("const", type="int", attr=value, bounds=bounds, host=True)
-        return self.make("const", type="float", attr=value, host=True)
+        if isinstance(value, float):
+            return self.make("const", type="float", attr=value, host=True)
+        kind: Type = "bool" if isinstance(value, bool) else "int"
+        return self.make("const", type=kind, attr=value, bounds=(value, value), host=True)
 
     def param(self, name: str) -> Expr:
         return self.make("param", type="float", attr=name, host=True)
@@ -121,7 +119,6 @@ class Graph:
         return self.make(op, index, type=array.type, attr=array, bounds=bounds)
 
     def random(self, op: str, index: Expr, site: int, key: Expr | None = None) -> Expr:
-        """`uniform` or `bits32`."""
         args = (index,) if key is None else (index, key)
         if op == "uniform":
             return self.make(op, *args, type="float", attr=site)
@@ -282,7 +279,6 @@ class Graph:
         return self.make(e.op, *args, type=e.type, attr=e.attr, bounds=(e.lo, e.hi))
 
     def logic(self, op: str, a: Expr, b: Expr) -> Expr:
-        """`land` or `lor` of two bools."""
         for x, y in ((a, b), (b, a)):
             if x.op == "const":
                 return y if x.attr == (op == "land") else x
@@ -290,26 +286,11 @@ class Graph:
 
 
 _FOLD1: dict[str, Callable[[Any], Any]] = {
-    "neg": operator.neg,
-    "abs": abs,
-    "not": operator.not_,
-    "inv": operator.invert,
+    op: getattr(operator, f"__{op}__") for op in ("neg", "abs", "not", "inv")
 }
-
-
 _FOLD2: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "min": min,
-    "max": max,
-    "lt": operator.lt,
-    "le": operator.le,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
+    **{op: getattr(operator, op) for op in ("add", "sub", "mul", "lt", "le", "eq", "ne", "xor")},
+    **{"and": operator.and_, "or": operator.or_, "min": min, "max": max},
 }
 
 

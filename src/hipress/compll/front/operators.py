@@ -31,7 +31,6 @@ def element(checker: Expressions, array: ArrayValue, ix: Expr) -> Expr:
 
 
 def retyped(checker: Expressions, value: ArrayValue, elem: ElemType) -> ArrayValue:
-    """Returns the same array with elements of another type."""
     if value.elem == elem:
         return value
     g = checker.graph
@@ -54,9 +53,27 @@ def _position(checker: Expressions, length: Expr, ix: Expr) -> Expr:
     return ix
 
 
-def _not_in_blocks(checker: Expressions, node: ast.Call, value: ArrayValue) -> None:
-    if value.length.op == "blen":
+def _whole_array(checker: Expressions, node: ast.Call, env: Env, k: int = 0) -> ArrayValue:
+    array = checker.array(node.args[k], env)
+    if array.length.op == "blen":
         checker.fail(node, f"{node.name} works on whole arrays; it cannot stand in a per scope")
+    return array
+
+
+def _known_array(checker: Expressions, node: ast.Call, env: Env) -> ArrayValue:
+    array = _whole_array(checker, node, env)
+    if not array.length.host:
+        checker.fail(
+            node, f"{node.name} works on arrays whose length is known; this one is filtered"
+        )
+    return array
+
+
+def _indices(checker: Expressions, node: ast.Call, env: Env, k: int) -> ArrayValue:
+    index = _whole_array(checker, node, env, k)
+    if index.elem.kind not in ("int", "uint"):
+        checker.fail(node.args[k], f"indices are ints; this is {index.elem}*")
+    return index
 
 
 _BUILTIN = {
@@ -144,7 +161,6 @@ def range_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 def _folding(
     checker: Expressions, node: ast.Call, env: Env, array: ArrayValue
 ) -> tuple[Fold, ElemType]:
-    """Returns the reduction that `reduce` and `scan` share: (array, init, f)."""
     g = checker.graph
     f, func = _function(checker, node.args[2], env, 2)
     elem = array.elem
@@ -193,8 +209,7 @@ def _shared(checker: Expressions, fold: Fold) -> Fold:
 
 def scan_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scan(a, init, f)`: all the partial results of `reduce`, the first including a[0]."""
-    array = checker.array(node.args[0], env)
-    _not_in_blocks(checker, node, array)
+    array = _whole_array(checker, node, env)
     with checker.draft.unblocked():
         fold, elem = _folding(checker, node, env, array)
     return Stored(checker.draft, checker.draft.scanned(fold, elem), elem)
@@ -202,8 +217,7 @@ def scan_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`filter(a, keep[, capacity])`: elements that pass, in order; surplus is left out."""
-    array = checker.array(node.args[0], env)
-    _not_in_blocks(checker, node, array)
+    array = _whole_array(checker, node, env)
     if isinstance(array, Kept):
         checker.fail(node, "a filtered array cannot be filtered again; join the two conditions")
     keep, _ = _function(checker, node.args[1], env, 1)
@@ -220,11 +234,8 @@ def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def sort_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sort(a[, key])`: ascending by element or by key; equal ones keep their order."""
-    array = checker.array(node.args[0], env)
-    _not_in_blocks(checker, node, array)
+    array = _known_array(checker, node, env)
     draft, ix = checker.draft, _domain(checker, array.length)
-    if not array.length.host:
-        checker.fail(node, "sort works on arrays whose length is known; this one is filtered")
     body = array.at(ix)
     values = draft.temp(array.elem, array.length)
     key, keys = body, None
@@ -240,10 +251,7 @@ def sort_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 def sample_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sample(a, m[, key])`: one element drawn at random from each of m equal stretches of a."""
     key = _key(checker, node.args[2], env) if len(node.args) == 3 else None
-    array = checker.array(node.args[0], env)
-    _not_in_blocks(checker, node, array)
-    if not array.length.host:
-        checker.fail(node, "sample works on arrays whose length is known; this one is filtered")
+    array = _known_array(checker, node, env)
     m = checker.size(node.args[1], env)
     g, n, site = checker.graph, array.length, _site(checker, node, key)
 
@@ -260,11 +268,6 @@ def sample_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     return Computed(m, array.elem, at, distinct=array.at(probe) is probe)
 
 
-def _check_indices(checker: Expressions, node: ast.Expr, index: ArrayValue) -> None:
-    if index.elem.kind not in ("int", "uint"):
-        checker.fail(node, f"indices are ints; this is {index.elem}*")
-
-
 def _drawn_below(
     checker: Expressions, width: Expr, position: Expr, site: int, key: Expr | None
 ) -> Expr:
@@ -276,9 +279,7 @@ def _drawn_below(
 
 def gather_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`gather(a, index)`: a[index[0]], a[index[1]], ..."""
-    array, index = checker.array(node.args[0], env), checker.array(node.args[1], env)
-    _not_in_blocks(checker, node, index)
-    _check_indices(checker, node.args[1], index)
+    array, index = checker.array(node.args[0], env), _indices(checker, node, env, 1)
     if isinstance(index, Kept):
         source, found = index.source, index.filter
         kept = Kept(checker.draft, found, array.elem, lambda i: element(checker, array, source(i)))
@@ -289,9 +290,7 @@ def gather_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def scatter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scatter(index, value, size)`: zeros, with each value added at its index."""
-    index, value = checker.array(node.args[0], env), checker.array(node.args[1], env)
-    _not_in_blocks(checker, node, index)
-    _check_indices(checker, node.args[0], index)
+    index, value = _indices(checker, node, env, 0), checker.array(node.args[1], env)
     if index.length is not value.length:
         checker.fail(
             node,
@@ -304,8 +303,7 @@ def scatter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`first(a, count)`: the first `count` elements; more than there are is an error."""
-    array, count = checker.array(node.args[0], env), checker.scalar(node.args[1], env)
-    _not_in_blocks(checker, node, array)
+    array, count = _whole_array(checker, node, env), checker.scalar(node.args[1], env)
     if count.type != "int":
         checker.fail(node.args[1], "a count is an int; this is a float")
     if count is array.length:
@@ -435,7 +433,6 @@ OPERATORS: dict[str, tuple[Operator, int, int]] = {
 
 
 def call(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    """Calls the operator that `node` names."""
     if node.name not in OPERATORS:
         known = ", ".join(sorted(OPERATORS))
         checker.fail(node, f"{node.name!r} is not a function; operators: {known}")

@@ -207,11 +207,19 @@ def _lambda(m: Any, c: list[Any]) -> ast.Lambda:
     return ast.Lambda(_pos(m), _some(args), returns, body)
 
 
+_Rule = Callable[[Any, list[Any]], Any]
+_INFIX = {"or_": "||", "and_": "&&", "bor": "|", "bxor": "^", "band": "&", "lt": "<", "gt": ">"}
+_PLAIN = (ast.Assign, ast.Per, ast.Do, ast.Unary, ast.Member, ast.Index, ast.Name)
+
+
 def _infix(op: str) -> _Rule:
     return lambda m, c: ast.Binary(_pos(m), op, *c)
 
 
-_Rule = Callable[[Any, list[Any]], Any]
+def _plain(node: Any) -> _Rule:
+    """For a rule whose children are the fields of the node."""
+    return lambda m, c: node(_pos(m), *(str(x) if isinstance(x, lark.Token) else x for x in c))
+
 
 _RULES: dict[str, _Rule] = {
     "start": _start,
@@ -225,26 +233,14 @@ _RULES: dict[str, _Rule] = {
     "declare_lambda": _declare_lambda,
     "declare": _declare,
     "declare_sized": lambda m, c: ast.Declare(_pos(m), c[0], str(c[1]), None, c[2]),
-    "assign": lambda m, c: ast.Assign(_pos(m), str(c[0]), c[1]),
+    **{node.__name__.lower(): _plain(node) for node in _PLAIN},
     "if_else": _if,
     "else_if": _if,
-    "return_": lambda m, c: ast.Return(_pos(m), c[0]),
-    "per": lambda m, c: ast.Per(_pos(m), c[0], c[1]),
-    "do": lambda m, c: ast.Do(_pos(m), c[0]),
+    "return_": _plain(ast.Return),
     "ternary": lambda m, c: c[0] if c[1] is None else ast.Ternary(_pos(m), *c),
     "binary": lambda m, c: ast.Binary(_pos(m), str(c[1]), c[0], c[2]),
-    "or_": _infix("||"),
-    "and_": _infix("&&"),
-    "bor": _infix("|"),
-    "bxor": _infix("^"),
-    "band": _infix("&"),
-    "lt": _infix("<"),
-    "gt": _infix(">"),
-    "unary": lambda m, c: ast.Unary(_pos(m), str(c[0]), c[1]),
-    "member": lambda m, c: ast.Member(_pos(m), c[0], str(c[1])),
-    "index": lambda m, c: ast.Index(_pos(m), c[0], c[1]),
+    **{rule: _infix(op) for rule, op in _INFIX.items()},
     "number": _number,
-    "name": lambda m, c: ast.Name(_pos(m), str(c[0])),
     "call": lambda m, c: ast.Call(_pos(m), str(c[0]), _some(c[1:])),
     "random": lambda m, c: ast.Call(_pos(m), "random", tuple(c[1:]), c[0]),
     "lambda": _lambda,

@@ -63,7 +63,6 @@ class Env:
             env = env.outer
 
     def home(self, name: str) -> Env | None:
-        """Returns the scope that defines `name`."""
         return next((env for env in self.scopes() if name in env.names), None)
 
     def frozen(self) -> Env:
@@ -72,11 +71,9 @@ class Env:
         return Env(dict(self.names), outer, self.block)
 
     def within(self, scope: Env) -> bool:
-        """Whether this scope is `scope` or lies inside it."""
         return any(env is scope for env in self.scopes())
 
     def per(self) -> Env | None:
-        """Returns the per scope around this one, if any."""
         return next((env for env in self.scopes() if env.block is not None), None)
 
     def snapshot(self) -> list[dict[str, Binding]]:
@@ -84,10 +81,8 @@ class Env:
         return [dict(env.names) for env in self.scopes()]
 
     def restore(self, frames: list[dict[str, Binding]]) -> None:
-        """Goes back to a snapshot."""
         for env, names in zip(self.scopes(), frames, strict=True):
             env.names = dict(names)
 
     def visible(self) -> list[str]:
-        """Returns every name that can be used here."""
         return sorted({name for env in self.scopes() for name in env.names})

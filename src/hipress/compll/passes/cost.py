@@ -37,7 +37,6 @@ def cost(kernel: Kernel) -> Cost:
 
 
 def domain(p: ir.Pass) -> Expr | None:
-    """Returns the number of elements that a pass goes over."""
     if isinstance(p, ir.Select | ir.Sorting):
         return p.sort.length
     if isinstance(p, ir.Scan):

@@ -2,8 +2,7 @@
 
 Error feedback and momentum are added here, for any program. Error feedback evaluates `decode` on
 the values that `encode` is about to send: the result is the residual as an expression of the same
-elements, and `schedule` finds the pass it belongs to. That is the fused path;
-`hipress.codecs.wrappers` holds the generic one, which tests compare it with.
+elements, and `schedule` finds the pass it belongs to. Tests compare that with plain torch.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ RHO = "@rho"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two functions of a codec, each with its file."""
-
     encode: tuple[ast.Source, ast.Function]
     decode: tuple[ast.Source, ast.Function]
 
@@ -61,13 +58,9 @@ class Pair:
 def encode_kernel(
     pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", variant: Variant = PLAIN
 ) -> Kernel:
-    """Returns the kernel that turns a gradient into a payload body.
+    """Returns the kernel that turns a gradient of `f32`, `f16` or `bf16` into a payload body.
 
-    Args:
-        pair: The program.
-        params: Value of every integer parameter.
-        dtype: Storage of the gradient: `f32`, `f16` or `bf16`.
-        variant: Wrappers to fuse in.
+    `params` gives every integer parameter a value; the wrappers of `variant` are fused in.
     """
     try:
         return _encode_kernel(pair, params, dtype, variant, fuse=True)
@@ -351,9 +344,8 @@ def _received(
     roles = check.signature(source, function)
     aside = Draft(g)
     x = Stored(aside, Array("x", "f32", g.n), FLOAT)
-    states = [
-        Stored(aside, Array(f"state{k}", "f32", g.n), FLOAT) for k in range(len(roles.states))
-    ]
+    arrays = [Array(f"state{k}", "f32", g.n) for k in range(len(roles.states))]
+    states = [Stored(aside, array, FLOAT) for array in arrays]
     result = check.evaluate(source, function, aside, params=params, gradient=x, states=states)
     parts = []
     for k, part in enumerate(result.parts):
@@ -372,7 +364,6 @@ def _received(
 
 
 def _sections(parts: Iterable[Part]) -> tuple[ir.Section, ...]:
-    """Returns the memory of the parts that `_received` returned."""
     sections = []
     for part in parts:
         if isinstance(part.value, Expr):
@@ -386,7 +377,6 @@ def _sections(parts: Iterable[Part]) -> tuple[ir.Section, ...]:
 def _decoded(
     draft: Draft, pair: Pair, params: Mapping[str, ParamValue], parts: Sequence[Part]
 ) -> ArrayValue:
-    """Returns the gradient that decode makes of a payload."""
     result = check.evaluate(*pair.decode, draft, params=params, payload=parts)
     assert result.gradient is not None
     return result.gradient
@@ -405,7 +395,6 @@ def _stored_first(draft: Draft, new: Expr) -> Expr:
 
 
 def _used(passes: tuple[ir.Pass, ...]) -> set[Array]:
-    """Returns the memory that some passes read or write."""
     sorts = [p.sort for p in passes if isinstance(p, ir.Select | ir.Sorting)]
     used = {a for s in sorts for a in (s.values, s.keys) if a is not None}
     for p in passes:

@@ -24,16 +24,13 @@ class NotFusable(Exception):
 def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> tuple[ir.Pass, ...]:
     """Returns the passes of a kernel in order; raises `NotFusable` if states do not fit in.
 
-    Args:
-        draft: What has to be written.
-        nonfinite: The reduction that looks for NaN and infinities; it joins any pass.
-        states: Arrays that are read and written: their old values must last until all is read.
+    `nonfinite` joins any pass. `states` are arrays that are read and written: their old values
+    must last until all is read.
     """
     return _Scheduler(draft, set(states)).run(nonfinite)
 
 
 def block_of(exprs: Iterable[Expr]) -> int | None:
-    """Returns the block size that some values are tied to."""
     sizes = ir.block_sizes(exprs)
     assert len(sizes) <= 1, "blocks of two sizes in one value"
     return next(iter(sizes), None)
@@ -41,8 +38,6 @@ def block_of(exprs: Iterable[Expr]) -> int | None:
 
 @dataclass(eq=False)
 class _Open:
-    """A pass that still takes work."""
-
     level: int
     length: Expr
     block: int | None = None

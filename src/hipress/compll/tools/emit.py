@@ -15,12 +15,12 @@ from __future__ import annotations
 import keyword
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
-from hipress.compll.build import Bound
+from hipress.compll.build import Bound, Half
 from hipress.compll.ir import Kernel
 from hipress.compll.passes.derive import ALPHA, MU, PLAIN, RHO, Variant
 from hipress.compll.tools.emit_torch import (
@@ -30,7 +30,6 @@ from hipress.compll.tools.emit_torch import (
     SUPPORT,
     WRAPPER_HEAD,
 )
-from hipress.compll.tools.half import Half
 from hipress.errors import BackendError, UsageError
 
 FRAMEWORKS = ("torch",)
@@ -52,8 +51,6 @@ MARK = "made by HiPress CompLL"
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The result of `Package.write`."""
-
     files: tuple[Path, ...]
     notes: tuple[str, ...]
     """What the package still lacks, in sentences."""
@@ -81,7 +78,6 @@ class Package:
 
     @property
     def name(self) -> str:
-        """The name it is imported by."""
         return package_name(self.bound.program.name)
 
     @cached_property
@@ -107,7 +103,6 @@ class Package:
         return dict(zip(PARTS[part], texts, strict=False))
 
     def text(self, part: str) -> str:
-        """Returns the text of the first file of one of `PARTS`."""
         if part == "body":
             return self.bound.source("cpu", variant=self.variant)
         program = self.bound.program
@@ -116,7 +111,7 @@ class Package:
                 f"wrapper and registration need {program.missing} too; put it into the same file "
                 "or beside it, or build the kernels alone with -b."
             )
-        made = functions(self.bound, self.variant, self.mu, self.required)
+        made = functions(self)
         most = max(len(f.args) for f in made)
         if most > MAX_ARGS:
             raise UsageError(
@@ -169,12 +164,17 @@ def package_name(program: str) -> str:
     return f"{name}_codec" if keyword.iskeyword(name) or name in others else name
 
 
-def _refuse_foreign(path: Path) -> None:
+def _text_of(path: Path) -> str | None:
+    """Returns the text of a file: None where there is none, empty where it cannot be read."""
     try:
-        first = path.read_text("utf-8").partition("\n")[0] if path.exists() else MARK
+        return path.read_text("utf-8") if path.exists() else None
     except (OSError, UnicodeDecodeError):
-        first = ""
-    if MARK not in first:
+        return ""
+
+
+def _refuse_foreign(path: Path) -> None:
+    found = _text_of(path)
+    if found is not None and MARK not in found.partition("\n")[0]:
         raise UsageError(f"{path} exists and was not {MARK}; move it or choose another -o.")
 
 
@@ -182,10 +182,7 @@ def _missing(folder: Path, texts: dict[str, str], part: str) -> str:
     """Returns one sentence about a file of a part that is missing or outdated, if any."""
     for name, text in texts.items():
         path = folder / name
-        try:
-            found = path.read_text("utf-8") if path.exists() else None
-        except (OSError, UnicodeDecodeError):
-            found = ""
+        found = _text_of(path)
         if found != text:
             state = "is not there yet" if found is None else "is of another build"
             return f"{path} {state}; write it with hipress compll build -{part[0]}."
@@ -201,17 +198,16 @@ def _missing(folder: Path, texts: dict[str, str], part: str) -> str:
 _OURS = ("x", "payload", "numel", "out", "alpha", "mu", "lr_ratio", "step", "seed", "stream")
 
 
-@dataclass
-class _Names:
-    """Names of the program as names of arguments that Python accepts."""
+def _accepted(name: str, taken: set[str]) -> str:
+    """Returns a name of the program as the name of an argument that Python accepts."""
+    while name.startswith("_") or name in taken or keyword.iskeyword(name):
+        name = f"p_{name}"
+    taken.add(name)
+    return name
 
-    taken: set[str] = field(default_factory=lambda: set(_OURS))
 
-    def __call__(self, name: str) -> str:
-        while name.startswith("_") or name in self.taken or keyword.iskeyword(name):
-            name = f"p_{name}"
-        self.taken.add(name)
-        return name
+_TENSOR = "_torch.Tensor"
+_STATE, _PARAM = "state_", "param_"
 
 
 @dataclass(frozen=True)
@@ -219,7 +215,7 @@ class Arg:
     """An argument of an emitted function."""
 
     name: str
-    type: str
+    type: str = _TENSOR
     default: str = ""
     keyword: bool = True
     prefix: str = ""
@@ -228,32 +224,7 @@ class Arg:
 
     @property
     def op_name(self) -> str:
-        """Its name in the operator."""
         return self.prefix + self.name
-
-    def text(self, name: str, *, typed: bool) -> str:
-        """Returns the argument in a signature."""
-        if not typed:
-            return f"{name}={self.default}" if self.default else name
-        return f"{name}: {self.type}" + (f" = {self.default}" if self.default else "")
-
-
-def signature(args: Iterable[Arg], *, op: bool = False, typed: bool = True) -> str:
-    """Arguments, each on its own line; keyword-only ones after a star."""
-    texts: dict[bool, list[str]] = {False: [], True: []}
-    for a in args:
-        texts[a.keyword].append(a.text(a.op_name if op else a.name, typed=typed))
-    lines = [*texts[False], *(["*", *texts[True]] if texts[True] else [])]
-    return "".join(f"    {line},\n" for line in lines)
-
-
-def call_args(args: Iterable[Arg], *, op: bool) -> str:
-    """Returns the arguments of a call of an operator, or (without `op`) of the plain function."""
-    texts = []
-    for a in args:
-        to, given = (a.op_name, a.name) if op else (a.name, a.op_name)
-        texts.append(f"{to}={given}" if a.keyword else given)
-    return ", ".join(texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,61 +233,59 @@ class Function:
 
     name: str
     args: tuple[Arg, ...]
-    returns: str
+    returns: str = _TENSOR
     about: str
     body: str
-    fake: str
+    fake: str = ""
     """The line that gives torch.compile the shape of the result, by the operator's names."""
 
     @property
     def mutates(self) -> tuple[str, ...]:
         """The operator's arguments that it writes to."""
-        tensors = [a for a in self.args if a.prefix == _STATE or a.name == "out"]
-        return tuple(a.op_name for a in tensors)
+        return tuple(a.op_name for a in self.args if a.prefix == _STATE or a.name == "out")
+
+    def signature(self, *, op: bool = False, typed: bool = True) -> str:
+        """Returns the arguments, each on its own line; keyword-only ones after a star."""
+        texts: dict[bool, list[str]] = {False: [], True: []}
+        for a in self.args:
+            text = (a.op_name if op else a.name) + (f": {a.type}" if typed else "")
+            equals = " = " if typed else "="
+            texts[a.keyword].append(f"{text}{equals}{a.default}" if a.default else text)
+        lines = [*texts[False], *(["*", *texts[True]] if texts[True] else [])]
+        return "".join(f"    {line},\n" for line in lines)
+
+    def call_args(self, *, op: bool) -> str:
+        """Returns the arguments of a call of the operator, or (without `op`) of the function."""
+        pairs = [(a, *((a.op_name, a.name) if op else (a.name, a.op_name))) for a in self.args]
+        return ", ".join(f"{to}={given}" if a.keyword else given for a, to, given in pairs)
 
 
-_STATE, _PARAM = "state_", "param_"
-
-
-def functions(
-    bound: Bound, variant: Variant, mu: float, required: Collection[str]
-) -> tuple[Function, ...]:
-    """encode, decode, decode_add and wire_bytes of a program; see `emit.Package`."""
+def functions(package: Package) -> tuple[Function, ...]:
+    """Returns encode, decode, decode_add and wire_bytes of a program."""
+    bound, variant = package.bound, package.variant
     kernel = bound.kernels(variant=variant)[0]
-    names = _Names()
-    values = dict(bound.values)
-    options = {p.name: names(p.name) for p in bound.program.params if p.runtime}
-    params = tuple(
-        Arg(new, "float", "" if old in required else repr(float(values[old])), prefix=_PARAM)
-        for old, new in options.items()
-    )
-    states = tuple(
-        Arg(names(array.label), _TENSOR, keyword=False, prefix=_STATE) for array in kernel.states
-    )
+    taken, values = set(_OURS), dict(bound.values)
+    options = {p.name: _accepted(p.name, taken) for p in bound.program.params if p.runtime}
+    defaults = {k: "" if k in package.required else repr(float(values[k])) for k in options}
+    params = tuple(Arg(options[k], "float", defaults[k], prefix=_PARAM) for k in options)
+    labels = [_accepted(array.label, taken) for array in kernel.states]
+    states = tuple(Arg(label, keyword=False, prefix=_STATE) for label in labels)
     rng = (Arg("step", "int"), Arg("seed", "int", "0"), Arg("stream", "int", "0"))
-    added = (Arg("mu", "float", repr(float(mu))),) if variant.momentum else ()
-    if variant.feedback:
-        added = (*added, Arg("lr_ratio", "float", "1.0"))
-    payload = Arg("payload", _TENSOR, keyword=False)
-    alpha = Arg("alpha", "float", "1.0")
+    added = (Arg("mu", "float", repr(float(package.mu))),) * variant.momentum
+    added += (Arg("lr_ratio", "float", "1.0"),) * variant.feedback
+    x, payload, out = (Arg(name, keyword=False) for name in ("x", "payload", "out"))
+    numel, alpha = Arg("numel", "int", keyword=False), Arg("alpha", "float", "1.0")
     floats = tuple_text(options.values())
-    held = tuple_text(f'("{state.name}", {state.name})' for state in states)
+    held = tuple_text(f'("{label}", {label})' for label in labels)
     drawn = "(seed, stream, step)" if kernel.random else "(0, 0, 0)"
     extra = tuple_text(a.name for a in added)
     fixed = _about_params(options, bound.static)
     return (
         Function(
             name="encode",
-            args=(
-                Arg("x", _TENSOR, keyword=False),
-                *states,
-                *(rng if kernel.random else ()),
-                *params,
-                *added,
-            ),
-            returns=_TENSOR,
+            args=(x, *states, *(rng if kernel.random else ()), *params, *added),
             about="The frame of `x` (float32, float16 or bfloat16, on CPU or GPU, any shape)."
-            + _about_states([state.name for state in states])
+            + _about_states(labels)
             + (_ABOUT_RANDOM if kernel.random else "")
             + fixed,
             body=f"return _encode(x, {held}, {drawn}, {floats}, {extra})",
@@ -324,15 +293,14 @@ def functions(
         ),
         Function(
             name="decode",
-            args=(payload, Arg("numel", "int", keyword=False), alpha, *params),
-            returns=_TENSOR,
+            args=(payload, numel, alpha, *params),
             about="`alpha` times the `numel` elements of a frame, as a 1-D float32 tensor." + fixed,
             body=f"return _decode(payload, numel, alpha, {floats})",
             fake="return _wrapper._empty_gradient(payload, numel)",
         ),
         Function(
             name="decode_add",
-            args=(payload, Arg("out", _TENSOR, keyword=False), alpha, *params),
+            args=(payload, out, alpha, *params),
             returns="None",
             about="Adds `alpha` times what a frame holds to `out` (float32, contiguous)." + fixed,
             body=f'_decode_into("decode_add", payload, out, alpha, {floats})',
@@ -340,16 +308,14 @@ def functions(
         ),
         Function(
             name="wire_bytes",
-            args=(Arg("numel", "int", keyword=False), *params),
+            args=(numel, *params),
             returns="int",
             about="Bytes of the frame of a tensor with `numel` elements." + fixed,
             body=f"return _wire_bytes(numel, {floats})",
-            fake="",
         ),
     )
 
 
-_TENSOR = "_torch.Tensor"
 _ABOUT_RANDOM = """
 
     Random numbers follow from `seed`, `stream` and `step`: count `step` up at every call, and let
@@ -368,7 +334,6 @@ def _about_states(states: list[str]) -> str:
 
 
 def _about_params(options: Mapping[str, str], static: Mapping[str, int | float]) -> str:
-    """Returns what a reader of the docstring has to know about parameters."""
     lines = [f"    `{new}` is the program's `{old}`." for old, new in options.items() if new != old]
     lines += [
         f"    `{name}` was fixed at {value} when this was built." for name, value in static.items()
@@ -377,7 +342,6 @@ def _about_params(options: Mapping[str, str], static: Mapping[str, int | float])
 
 
 def tuple_text(items: Iterable[str]) -> str:
-    """Returns a tuple of some texts, as Python writes it."""
     texts = list(items)
     return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 
@@ -408,7 +372,7 @@ def _wrapper(made: tuple[Function, ...], package: Package) -> str:
         ratio=package.variant.feedback,
     )
     for f in made:
-        text += f"\n\ndef {f.name}(\n{signature(f.args)}) -> {f.returns}:\n"
+        text += f"\n\ndef {f.name}(\n{f.signature()}) -> {f.returns}:\n"
         text += f'    """{_docstring(f.about)}"""\n    {f.body}\n'
     return text + SUPPORT + GPU_SUPPORT
 
@@ -423,11 +387,11 @@ def _registration(made: tuple[Function, ...], package: Package) -> str:
                 name=f.name,
                 returns=f.returns,
                 mutates=tuple_text(f'"{state}"' for state in f.mutates),
-                op_args=signature(f.args, op=True),
-                fake_args=signature(f.args, op=True, typed=False),
-                args=signature(f.args),
-                to_wrapper=call_args(f.args, op=False),
-                to_op=call_args(f.args, op=True),
+                op_args=f.signature(op=True),
+                fake_args=f.signature(op=True, typed=False),
+                args=f.signature(),
+                to_wrapper=f.call_args(op=False),
+                to_op=f.call_args(op=True),
                 fake=f.fake,
                 about=_docstring(f.about),
             )

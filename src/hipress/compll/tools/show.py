@@ -89,25 +89,12 @@ def show_passes(kernels: Sequence[Kernel]) -> str:
     return "\n".join(_Printer(kernel).text() for kernel in kernels)
 
 
-_BINARY = {
-    "lor": ("||", 2),
-    "land": ("&&", 3),
-    "or": ("|", 4),
-    "xor": ("^", 5),
-    "and": ("&", 6),
-    "eq": ("==", 7),
-    "ne": ("!=", 7),
-    "lt": ("<", 8),
-    "le": ("<=", 8),
-    "shl": ("<<", 9),
-    "shr": (">>", 9),
-    "add": ("+", 10),
-    "sub": ("-", 10),
-    "mul": ("*", 11),
-    "div": ("/", 11),
-    "idiv": ("/", 11),
-    "imod": ("%", 11),
-}
+_LEVELS: tuple[dict[str, str], ...] = (
+    *({"lor": "||"}, {"land": "&&"}, {"or": "|"}, {"xor": "^"}, {"and": "&"}),
+    *({"eq": "==", "ne": "!="}, {"lt": "<", "le": "<="}, {"shl": "<<", "shr": ">>"}),
+    *({"add": "+", "sub": "-"}, {"mul": "*", "div": "/", "idiv": "/", "imod": "%"}),
+)
+_BINARY = {op: (sign, k) for k, level in enumerate(_LEVELS, 2) for op, sign in level.items()}
 _UNARY = {"neg": "-", "not": "!", "inv": "~"}
 _LEAVES = {"n": "n", "idx": "i", "lidx": "j", "bnum": "b", "bstart": "start", "blen": "m"}
 _TERNARY, _PREFIX, _ATOM = 1, 12, 13
@@ -118,8 +105,6 @@ _Text = tuple[str, int]
 
 
 class _Printer:
-    """Prints one kernel; names are given in the order of its passes."""
-
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.out = Lines()
@@ -131,16 +116,14 @@ class _Printer:
 
     def text(self) -> str:
         k, out = self.kernel, self.out
-        out(f"{k.name}: {cost(k)}")
-        out.depth += 1
+        out.open(f"{k.name}: {cost(k)}")
         self._sizes()
         self._memory()
         for require in k.requires:
             (cond,) = self._values([require.cond])
             out(f"require {cond}, or: {require.message}")
         for number, p in enumerate(k.passes, 1):
-            out(f"pass {number}: {self._title(p)}")
-            out.depth += 1
+            out.open(f"pass {number}: {self._title(p)}")
             pass_method(self, p)(p)
             out.depth -= 1
         return str(out)
@@ -208,15 +191,13 @@ class _Printer:
     def loop(self, p: ir.Loop) -> None:
         for number, phase in enumerate(p.phases, 1):
             if len(p.phases) > 1:
-                self.out(f"phase {number}")
-                self.out.depth += 1
+                self.out.open(f"phase {number}")
             roots = _element_roots(phase.folds, phase.stores)
             self._elements(phase.folds, phase.stores, self._values(roots))
             if len(p.phases) > 1:
                 self.out.depth -= 1
         if p.block_stores:
-            self.out("once a block")
-            self.out.depth += 1
+            self.out.open("once a block")
             self._stores(p.block_stores, "b")
             self.out.depth -= 1
 

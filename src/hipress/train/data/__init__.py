@@ -28,13 +28,10 @@ from hipress.train.tasks import Draw
 __all__ = ["NAMES", "TOKENS", "Data", "DataSet", "load", "open_data", "usage"]
 
 TOKENS = ("bytes", "words")
-"""Kinds of tokens of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """One data set of the table."""
-
     open: Callable[..., Data]
     """Takes the paths, and those arguments of `open_data` that its signature names."""
     tasks: tuple[str, ...]
@@ -43,10 +40,7 @@ class _Entry:
     """Its contents, to complete the sentence "it has ..."."""
     paths: tuple[str, ...] = ()
     """The paths that the user gives after the name."""
-    takes: str = "no path"
-    """The same in words."""
     num_optional: int = 0
-    """How many of the paths may be left out."""
     options: tuple[str, ...] = ()
     """Those of --side and --tokens that apply to it."""
 
@@ -58,7 +52,6 @@ _NEEDS = {
     "translate": "pairs of lines",
     "style": "images of two domains",
 }
-"""What the data must have, by task."""
 
 
 def _open_fashion_mnist(folder: Path | None = None, *, least_side: int | None) -> Data:
@@ -97,7 +90,6 @@ _TABLE = {
         tasks=("classify",),
         has="images with labels",
         paths=("DIR",),
-        takes="one folder",
         num_optional=1,
     ),
     "cifar100": _Entry(
@@ -105,14 +97,12 @@ _TABLE = {
         tasks=("classify",),
         has="images with labels",
         paths=("DIR",),
-        takes="one folder",
     ),
     "imagefolder": _Entry(
         open=open_imagefolder,
         tasks=("classify", "style"),
         has="image files",
         paths=("DIR",),
-        takes="one folder",
         options=("--side",),
     ),
     "text": _Entry(
@@ -120,7 +110,6 @@ _TABLE = {
         tasks=("language", "masked"),
         has="one text",
         paths=("FILE",),
-        takes="one file",
         options=("--tokens",),
     ),
     "parallel-text": _Entry(
@@ -128,13 +117,17 @@ _TABLE = {
         tasks=("translate",),
         has="pairs of lines",
         paths=("SOURCE", "TARGET"),
-        takes="two files",
         options=("--tokens",),
     ),
 }
 
+_TAKES = {
+    (): "no path",
+    ("DIR",): "one folder",
+    ("FILE",): "one file",
+    ("SOURCE", "TARGET"): "two files",
+}
 NAMES = tuple(_TABLE)
-"""The data sets that `open_data` knows."""
 
 
 def open_data(
@@ -164,11 +157,6 @@ def open_data(
         tokens: Kind of tokens of a text, "bytes" or "words".
         seed: Seed of synthetic data.
 
-    Raises:
-        UsageError: There is no such data set, it does not fit the task, an option does not apply to
-            it, or its files are missing, damaged or of another kind.
-        MissingDependencyError: A package that is needed to read it is not installed.
-
     Example:
         >>> digits = open_data("digits")
         >>> digits.num_train, digits.num_test, digits.sizes
@@ -183,7 +171,7 @@ def open_data(
     if not len(entry.paths) - entry.num_optional <= len(paths) <= len(entry.paths):
         given = ", ".join(repr(str(path)) for path in paths)
         found = f", not {given}" if given else " and none is given"
-        raise UsageError(f"{name} takes {entry.takes}{found}; write {usage(name)}.")
+        raise UsageError(f"{name} takes {_TAKES[entry.paths]}{found}; write {usage(name)}.")
     if tokens not in TOKENS:
         raise UsageError(f"--tokens {tokens!r} is none of {', '.join(TOKENS)}; choose one.")
     _check_options(name, side, tokens)

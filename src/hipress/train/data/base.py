@@ -18,34 +18,25 @@ from hipress.train.tasks import Batch
 class Data(ABC):
     """A data set: training and test examples by index.
 
-    Args:
-        name: One of `NAMES`.
-        task: Key in `hipress.train.tasks.TASKS`.
-        sizes: Arguments of the model's `build`: `num_classes` or `vocabulary`.
-        num_train: Number of training examples.
-        num_test: Number of test examples.
+    `task` is a key in `hipress.train.tasks.TASKS`; `sizes` are arguments of the model's `build`:
+    `num_classes` or `vocabulary`.
     """
 
     reads_files = False
     """Whether each batch opens files, so that loader processes save time."""
 
     def __init__(
-        self, *, name: str, task: str, sizes: dict[str, int], num_train: int, num_test: int
+        self, name: str, task: str, sizes: dict[str, int], num_train: int, num_test: int
     ) -> None:
-        self.name = name
-        self.task = task
-        self.sizes = sizes
-        self.num_train = num_train
-        self.num_test = num_test
+        self.name, self.task, self.sizes = name, task, sizes
+        self.num_train, self.num_test = num_train, num_test
 
     @abstractmethod
     def train(self, indices: Tensor, seed: int) -> Batch:
         """Return a batch of training examples.
 
-        Args:
-            indices: int64, each at least 0 and below `num_train`.
-            seed: Seeds the augmentation. The result for an example depends on its index and the
-                seed only, not on the rest of the batch, the rank or a resume.
+        The seed selects the augmentation. The result for an example depends on its index and the
+        seed only, not on the rest of the batch, the rank or a resume.
         """
 
     @abstractmethod
@@ -131,19 +122,11 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Mapped:
-    """The bytes of a file as a memory-mapped uint8 tensor.
+    """The bytes of a file, or a part of it, as a memory-mapped uint8 tensor.
 
     The ranks of a host share its memory, and the file may be larger than memory. A pickle holds
-    only the path, and the receiver maps the file again: torch would copy a whole tensor into
-    shared memory to send it to loader processes.
-
-    Args:
-        path: The file.
-        name: Name of the data set, for messages.
-        layout: Sizes, strides and first byte of a part of the file; None for all of it.
-
-    Raises:
-        UsageError: The file is missing or empty; raised by the first use of `tensor`.
+    only the path, and the receiver maps the file again: torch would copy a whole tensor into shared
+    memory to send it to loader processes. `name` is that of the data set, for messages.
     """
 
     def __init__(self, path: Path, name: str, layout: Layout | None = None) -> None:
@@ -176,7 +159,6 @@ Stored = Tensor | Mapped
 
 
 def tensor_of(stored: Stored) -> Tensor:
-    """Return the elements."""
     return stored.tensor if isinstance(stored, Mapped) else stored
 
 

@@ -21,7 +21,6 @@ from hipress.train.tasks import Batch
 SIDE = 224
 """Side of the images of a batch in pixels, unless the model or the user gives another one."""
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Suffixes of image files, in lower or upper case."""
 
 _HELD_OUT = 10  # one in so many images is a test image
 # ImageNet's red, green and blue, as bytes: published models are trained with these.
@@ -71,16 +70,9 @@ class ImageClasses(Data):
             test = _labelled(folder / "val", classes, present)
         else:
             train, test = _held_out(train, folder / "val")
-        super().__init__(
-            name="imagefolder",
-            task="classify",
-            sizes={"num_classes": len(classes)},
-            num_train=len(train),
-            num_test=len(test),
-        )
-        self._side = side
-        self._train = train
-        self._test = test
+        sizes = {"num_classes": len(classes)}
+        super().__init__("imagefolder", "classify", sizes, len(train), len(test))
+        self._side, self._train, self._test = side, train, test
 
     def train(self, indices: Tensor, seed: int) -> Batch:
         """Return images and labels, cropped and flipped by the seed."""
@@ -91,7 +83,6 @@ class ImageClasses(Data):
         return _flipped(_normalised(pixels), torch.from_numpy(randoms[:, 0])), labels
 
     def test(self, indices: Tensor) -> Batch:
-        """Return the middle of the images, and labels."""
         paths, labels = _chosen(self._test, indices)
         return _normalised(_squares(paths, [centre_box] * len(paths), self._side)), labels
 
@@ -119,16 +110,8 @@ class ImageDomains(Data):
                 files, held_out = _held_out(files, test_folder)
             train.append(files)
             test.append(held_out)
-        super().__init__(
-            name="imagefolder",
-            task="style",
-            sizes={},
-            num_train=max(map(len, train)),
-            num_test=max(map(len, test)),
-        )
-        self._side = side
-        self._train = train
-        self._test = test
+        super().__init__("imagefolder", "style", {}, max(map(len, train)), max(map(len, test)))
+        self._side, self._train, self._test = side, train, test
         # Only one domain follows the indices, or domains of equal size would repeat their pairs.
         self._leader = 0 if len(train[0]) >= len(train[1]) else 1
 
@@ -146,7 +129,6 @@ class ImageDomains(Data):
         return tuple(batch)
 
     def test(self, indices: Tensor) -> Batch:
-        """Return the middle of an image of each domain."""
         batch = []
         for files in self._test:
             paths, _ = _chosen(files, indices % len(files))
@@ -228,7 +210,6 @@ def _held_out(files: _Files, missing: Path) -> tuple[_Files, _Files]:
 
 
 def _chosen(files: _Files, indices: Tensor) -> tuple[list[Path], Tensor]:
-    """Return the paths and labels of these indices."""
     rows = [files[index] for index in indices.tolist()]
     return [folder / name for folder, name, _ in rows], torch.tensor([row[2] for row in rows])
 
@@ -236,7 +217,6 @@ def _chosen(files: _Files, indices: Tensor) -> tuple[list[Path], Tensor]:
 # --- pixels ---------------------------------------------------------------------------------------
 
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom in pixels."""
 
 NUM_RANDOMS = 32
 """Number of random numbers that `any_box` may use."""

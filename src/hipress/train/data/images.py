@@ -40,9 +40,7 @@ from hipress.train.data.base import (
 from hipress.train.tasks import Batch
 
 CIFAR_TRAIN = 50_000
-"""Records of train.bin."""
 CIFAR_TEST = 10_000
-"""Records of test.bin."""
 
 _NUM_TEST_DIGITS = 597  # of 1,797
 _IDX_STEMS = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
@@ -58,7 +56,6 @@ class LabelledImages:
     rows: Stored
     """uint8, one row per image: channel after channel, line after line."""
     labels: Tensor
-    """int64."""
     shape: tuple[int, int, int]
     """Channels (1 or 3), height, width."""
 
@@ -87,16 +84,9 @@ class MemoryImages(Data):
         least_side: int | None = None,
         margin: int = 0,
     ) -> None:
-        super().__init__(
-            name=name,
-            task="classify",
-            sizes={"num_classes": num_classes},
-            num_train=len(train.labels),
-            num_test=len(test.labels),
-        )
-        self._train = train
-        self._test = test
-        self._margin = margin
+        sizes = {"num_classes": num_classes}
+        super().__init__(name, "classify", sizes, len(train.labels), len(test.labels))
+        self._train, self._test, self._margin = train, test, margin
         height, width = train.shape[1:]
         least = least_side or 1
         self._size = (max(height, least), max(width, least))
@@ -159,11 +149,7 @@ def open_digits(least_side: int | None = None) -> Data:
 
 
 def read_digits() -> tuple[LabelledImages, LabelledImages]:
-    """Return the training and the test images, split the same way every time.
-
-    Raises:
-        MissingDependencyError: scikit-learn is not installed.
-    """
+    """Return the training and the test images, split the same way every time."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -193,11 +179,7 @@ def open_fashion_mnist(folder: Path, least_side: int | None = None) -> Data:
 
 
 def read_fashion_mnist(folder: Path) -> tuple[LabelledImages, LabelledImages]:
-    """Return the training and the test images of a folder with the four files.
-
-    Raises:
-        UsageError: A file is missing or damaged.
-    """
+    """Return the training and the test images of a folder with the four files."""
     checked_folder(folder, "Fashion-MNIST")
     parts = [torch.from_numpy(_read_idx(folder, stem)) for stem in _IDX_STEMS]
     found = []
@@ -321,16 +303,7 @@ class DataSet:
 
 
 def load(name: str, folder: Path | None = None) -> DataSet:
-    """Load digits or Fashion-MNIST as rows.
-
-    Args:
-        name: "digits" or "fashion-mnist".
-        folder: Folder of the files of Fashion-MNIST; `HIPRESS_FASHION_MNIST` if None.
-
-    Raises:
-        UsageError: There is no such data set, or its files are missing or damaged.
-        MissingDependencyError: scikit-learn, which contains digits, is not installed.
-    """
+    """Load digits or Fashion-MNIST as rows; the folder is `HIPRESS_FASHION_MNIST` if None."""
     if name == "digits":
         train, test = read_digits()
     elif name == "fashion-mnist":

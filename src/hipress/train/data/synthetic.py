@@ -33,37 +33,24 @@ class Synthetic(Data):
     that later steps only copy it. At most 64 MiB are kept, but at least 8 and at most 4,096
     examples; if K examples are kept, example i is the same as example i % K. Training and test
     examples are different.
-
-    Args:
-        draw: Draws examples for the model.
-        task: Task of the model.
-        seed: Selects the examples.
     """
 
     def __init__(self, draw: Draw, *, task: str, seed: int = 0) -> None:
-        super().__init__(
-            name="synthetic", task=task, sizes={}, num_train=NUM_TRAIN, num_test=NUM_TEST
-        )
+        super().__init__("synthetic", task, {}, NUM_TRAIN, NUM_TEST)
         self._train = _Examples(draw, 2 * seed, NUM_TRAIN)
         self._test = _Examples(draw, 2 * seed + 1, NUM_TEST)
         shape, is_image = self._train.shape, self._train.is_float
         self.side = shape[2] if is_image and len(shape) == 3 else None
-        """Side of the images in pixels, if the model draws images."""
         self.length = shape[0] if not is_image and len(shape) == 1 else None
-        """Tokens of the sequences, if the model draws sequences."""
 
     def train(self, indices: Tensor, seed: int) -> Batch:
-        """Return training examples; the seed has no effect."""
         return self._train.batch(indices)
 
     def test(self, indices: Tensor) -> Batch:
-        """Return test examples."""
         return self._test.batch(indices)
 
 
 class _Examples:
-    """The examples drawn so far."""
-
     def __init__(self, draw: Draw, stream: int, num_examples: int) -> None:
         self._draw = draw
         self._stream = stream

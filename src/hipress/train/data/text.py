@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,6 @@ _TEST_SHARE = 20  # one in so many tokens, or pairs of lines, is for the test
 UNKNOWN = "<unk>"
 """Stands for words that are not in the vocabulary; a text may contain it too."""
 LINE_END = "<eos>"
-"""The word at the end of each line of a text."""
 MOST_WORDS = 33_278
 """Size of the largest vocabulary: that of WikiText-2 (Merity et al., 2017), `UNKNOWN` and
 `LINE_END` included."""
@@ -49,14 +48,9 @@ class _WordCounter:
         self._numbers.default_factory = self._numbers.__len__
 
     def read(self, path: Path, *, line_end: str | None) -> tuple[NDArray[np.int32], Tensor]:
-        """Read the words of a file in UTF-8.
+        """Read the words of a file in UTF-8; `line_end` is added to every line.
 
-        Args:
-            path: The file.
-            line_end: A word to add to every line.
-
-        Returns:
-            The number of each word, and for each line the index after its last word.
+        Return the number of each word, and for each line the index after its last word.
         """
         words, ends = array("i"), array("q")
         look_up = self._numbers.__getitem__
@@ -69,11 +63,9 @@ class _WordCounter:
         return np.asarray(words, np.int32), torch.from_numpy(np.asarray(ends, np.int64))
 
     def vocabulary(self, *parts: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the token of each word: 0 is `UNKNOWN`, 1 the most frequent word.
+        """Return the token of each word: 0 is `UNKNOWN`, 1 the most frequent word of these parts.
 
-        Args:
-            parts: Numbers from `read` of the training part; at most `MOST_WORDS` of its words get a
-                token above 0.
+        At most `MOST_WORDS` words get a token above 0.
         """
         counts = np.zeros(len(self._numbers), np.int64)
         for part in parts:
@@ -89,7 +81,6 @@ class _WordCounter:
 
 
 def _renumber(words: NDArray[np.int32], tokens: NDArray[np.int32]) -> Tensor:
-    """Replace the numbers of words by their tokens, in place."""
     for start in range(0, len(words), _BLOCK_WORDS):
         block = words[start : start + _BLOCK_WORDS]
         block[:] = tokens[block]
@@ -139,37 +130,29 @@ def open_text(path: Path, *, task: str, length: int | None = None, tokens: str =
 
 
 class _Text(Data):
-    """Examples from the tokens, of any integer type, of a training and a test part.
+    """Examples of `length` tokens, special ones included, from a training and a test part of a text
+    whose tokens have any integer type."""
 
-    `num_examples` returns how many examples so many tokens make.
-    """
+    kind: str
+    """The task."""
+    num_specials = 0
+    """Special tokens of an example, numbered after those of the text."""
 
-    def __init__(
-        self,
-        task: str,
-        train: Stored,
-        test: Stored,
-        *,
-        vocabulary: int,
-        num_examples: Callable[[int], int],
-    ) -> None:
-        super().__init__(
-            name="text",
-            task=task,
-            sizes={"vocabulary": vocabulary},
-            num_train=num_examples(len(tensor_of(train))),
-            num_test=num_examples(len(tensor_of(test))),
-        )
-        self._train = train
-        self._test = test
+    def __init__(self, train: Stored, test: Stored, *, vocabulary: int, length: int) -> None:
+        self._length, self._vocabulary = length, vocabulary
+        num_train, num_test = (self._num_examples(len(tensor_of(part))) for part in (train, test))
+        sizes = {"vocabulary": vocabulary + self.num_specials}
+        super().__init__("text", self.kind, sizes, num_train, num_test)
+        self._train, self._test = train, test
 
     def train(self, indices: Tensor, seed: int) -> Batch:
-        """Return training examples; the seed decides what is random about them."""
         return self._batch(tensor_of(self._train), self.num_train, indices, seed)
 
     def test(self, indices: Tensor) -> Batch:
-        """Return test examples, always the same."""
         return self._batch(tensor_of(self._test), self.num_test, indices, seed=0)
+
+    @abstractmethod
+    def _num_examples(self, num_tokens: int) -> int: ...
 
     @abstractmethod
     def _batch(self, stream: Tensor, num_examples: int, indices: Tensor, seed: int) -> Batch: ...
@@ -178,24 +161,19 @@ class _Text(Data):
 class LanguageText(_Text):
     """Consecutive windows of a text for the task language; each token's target is the next one."""
 
-    def __init__(self, train: Stored, test: Stored, *, vocabulary: int, length: int) -> None:
-        super().__init__(
-            "language",
-            train,
-            test,
-            vocabulary=vocabulary,
-            num_examples=lambda num_tokens: (num_tokens - 1) // length,
-        )
-        self._offsets = torch.arange(length + 1)
+    kind = "language"
 
     @staticmethod
     def tokens_needed(length: int) -> int:
         """Return the smallest number of tokens that makes an example."""
         return length + 1
 
+    def _num_examples(self, num_tokens: int) -> int:
+        return (num_tokens - 1) // self._length
+
     def _batch(self, stream: Tensor, num_examples: int, indices: Tensor, seed: int) -> Batch:
-        length = len(self._offsets) - 1
-        window = stream[indices[:, None] * length + self._offsets].long()
+        offsets = torch.arange(self._length + 1)
+        window = stream[indices[:, None] * self._length + offsets].long()
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
@@ -204,20 +182,11 @@ class MaskedText(_Text):
 
     A is a part of the text; B is what follows it half the time, else what follows another part.
     15 % of the tokens of A and B are chosen: 80 % of these become [MASK], 10 % a random token, the
-    rest stay. The three special tokens are numbered after those of the text; `vocabulary` does not
-    count them, `length` does.
+    rest stay. `vocabulary` does not count the three special tokens, `length` does.
     """
 
-    def __init__(self, train: Stored, test: Stored, *, vocabulary: int, length: int) -> None:
-        super().__init__(
-            "masked",
-            train,
-            test,
-            vocabulary=vocabulary + _NUM_SPECIALS,
-            num_examples=lambda num_tokens: num_tokens // (length - _NUM_SPECIALS),
-        )
-        self._length = length
-        self._vocabulary = vocabulary
+    kind = "masked"
+    num_specials = _NUM_SPECIALS
 
     @staticmethod
     def tokens_needed(length: int) -> int:
@@ -228,6 +197,9 @@ class MaskedText(_Text):
                 f"segment needs one; give at least {_NUM_SPECIALS + 2}."
             )
         return 2 * (length - _NUM_SPECIALS)
+
+    def _num_examples(self, num_tokens: int) -> int:
+        return num_tokens // (self._length - _NUM_SPECIALS)
 
     def _batch(self, stream: Tensor, num_examples: int, indices: Tensor, seed: int) -> Batch:
         num_ordinary = self._length - _NUM_SPECIALS
@@ -261,7 +233,6 @@ class MaskedText(_Text):
 
     @staticmethod
     def _framed(ordinary: Tensor, num_a: int, first: int, separator: int) -> Tensor:
-        """Return A and B with the special tokens before, between and after them."""
         begin = ordinary.new_full((len(ordinary), 1), first)
         end = ordinary.new_full((len(ordinary), 1), separator)
         return torch.cat([begin, ordinary[:, :num_a], end, ordinary[:, num_a:], end], dim=1)
@@ -289,11 +260,9 @@ class Lines:
 
     @property
     def lengths(self) -> Tensor:
-        """Number of tokens of each line."""
         return self.ends - self.starts
 
     def chosen(self, which: Tensor) -> Lines:
-        """Return some of the lines."""
         return Lines(stream=self.stream, starts=self.starts[which], ends=self.ends[which])
 
     def tokens(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -320,24 +289,16 @@ class ParallelText(Data):
     def __init__(self, source: Lines, target: Lines, *, vocabulary: int) -> None:
         num_pairs = len(source.starts)
         num_test = max(1, num_pairs // _TEST_SHARE)
-        super().__init__(
-            name="parallel-text",
-            task="translate",
-            sizes={"vocabulary": vocabulary},
-            num_train=num_pairs - num_test,
-            num_test=num_test,
-        )
-        self._source = source
-        self._target = target
+        sizes = {"vocabulary": vocabulary}
+        super().__init__("parallel-text", "translate", sizes, num_pairs - num_test, num_test)
+        self._source, self._target = source, target
 
     def train(self, indices: Tensor, seed: int) -> Batch:
-        """Return training pairs; the seed has no effect."""
         if int(indices.max()) >= self.num_train:
             raise IndexError(f"index {int(indices.max())} of {self.num_train} training pairs")
         return self._batch(indices)
 
     def test(self, indices: Tensor) -> Batch:
-        """Return test pairs."""
         return self._batch(self.num_train + indices)
 
     def _batch(self, indices: Tensor) -> Batch:

@@ -6,38 +6,82 @@ come from torch's global generator only, so a seed decides them on every rank.
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import torch
 from torch import nn
 
 from hipress.errors import UsageError, did_you_mean
 from hipress.train.data import synthetic
-from hipress.train.models.base import Model, custom
-from hipress.train.models.bert import Bert
-from hipress.train.models.cnn import cnn
-from hipress.train.models.gpt import Gpt
 from hipress.train.models.inception import inception_v3
 from hipress.train.models.lstm import Lstm
 from hipress.train.models.resnet import DEPTHS, resnet
-from hipress.train.models.transformer import Transformer
+from hipress.train.models.transformers import Bert, Gpt, Transformer
 from hipress.train.models.ugatit import Ugatit
-from hipress.train.models.vgg import WIDTHS, small_vgg, vgg
+from hipress.train.models.vgg import WIDTHS, cnn, small_vgg, vgg
+from hipress.train.tasks import Batch, Draw
 
 __all__ = ["MODELS", "Model", "model", "names"]
 
+CUSTOM_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One model of the table, or one of the user's own."""
+
+    about: str
+    """One line for the manual."""
+    num_parameters: int
+    """Number of parameters of `build()`; 0 if only building the model tells."""
+    published: str = "ours"
+    """Source of that number."""
+    batch: int
+    """Examples per rank and step, unless the user gives another number."""
+    task: str | None
+    """Key in `hipress.train.tasks.TASKS`; None if the data decides."""
+    build: Callable[..., nn.Module]
+    """Builds the model, with weights from torch's global generator, from the sizes of its task
+    (num_classes or vocabulary)."""
+    draw: Draw | None
+    least_side: int | None = None
+    side: int | None = None
+    """Image side of the synthetic data, and of folders of images."""
+    length: int | None = None
+    """Tokens in a sequence, unless the user gives another number."""
+    is_hidden: bool = False
+    """Whether the model is left out of lists: a test model or an old name."""
+
+    def make(self, seed: int = 0, **sizes: int) -> nn.Module:
+        """Return the model with weights that depend on the seed only."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build(**sizes)
+
+    def data(self, rank: int, batch: int | None = None) -> Batch:
+        """Return one batch of synthetic data, different on every rank."""
+        if self.draw is None:
+            raise UsageError(
+                f"there is no made-up data for {self.about}; name a model of the table, or train "
+                "this one with data of its own."
+            )
+        return self.draw(batch or self.batch, torch.Generator().manual_seed(rank))
+
 
 def model(name: str) -> Model:
-    """Return the model of the table, or a user's own by `package.module:callable`.
-
-    Raises:
-        UsageError: There is no such model.
-    """
+    """Return the model of the table, or a user's own by `package.module:callable`."""
     if name in MODELS:
         return MODELS[name]
     if ":" in name:
-        return custom(name)
+        return _custom(name)
     raise UsageError(
         f"model {name!r}{did_you_mean(name.lower(), names())} is none of {', '.join(names())}; "
         "choose one, or name your own as package.module:callable."
@@ -45,12 +89,12 @@ def model(name: str) -> Model:
 
 
 def names() -> list[str]:
-    """Return the names of the models that are listed for users."""
     return [name for name, line in MODELS.items() if not line.is_hidden]
 
 
 _TORCHVISION = "torchvision's table"
 _HIPRESS = "HiPress (SOSP 2021):"
+_GLUON, _MORE = "Gluon's model zoo:", "with running statistics and 6 fixed numbers"
 
 
 def _classifier(
@@ -62,7 +106,6 @@ def _classifier(
     least_side: int = 32,
     side: int = 224,
 ) -> Model:
-    """Return a model for the 1,000 classes of ImageNet."""
     return Model(
         about=about,
         num_parameters=num_parameters,
@@ -74,6 +117,12 @@ def _classifier(
         least_side=least_side,
         side=side,
     )
+
+
+def _resnet(depth: int, num_parameters: int, published: str, *, is_v2: bool = False) -> Model:
+    build = partial(resnet, DEPTHS[depth], is_bottleneck=depth == 50, is_v2=is_v2)
+    about = f"ResNet v2 of {depth} layers: pre-activation" if is_v2 else f"ResNet of {depth} layers"
+    return _classifier(about, num_parameters, build, published)
 
 
 def _gpt2(num_parameters: int, *, width: int, num_layers: int, num_heads: int, batch: int) -> Model:
@@ -159,30 +208,11 @@ MODELS: dict[str, Model] = {
         partial(vgg, WIDTHS[19]),
         f"{_TORCHVISION}; {_HIPRESS} 548.05 MiB",
     ),
-    "resnet18": _classifier(
-        "ResNet of 18 layers",
-        11_689_512,
-        partial(resnet, DEPTHS[18], is_bottleneck=False),
-        _TORCHVISION,
-    ),
-    "resnet50": _classifier(
-        "ResNet of 50 layers",
-        25_557_032,
-        partial(resnet, DEPTHS[50], is_bottleneck=True),
-        _TORCHVISION,
-    ),
-    "resnet18-v2": _classifier(
-        "ResNet v2 of 18 layers: pre-activation",
-        11_687_848,
-        partial(resnet, DEPTHS[18], is_bottleneck=False, is_v2=True),
-        "Gluon's model zoo: 11,695,796 with running statistics and 6 fixed numbers",
-    ),
-    "resnet50-v2": _classifier(
-        "ResNet v2 of 50 layers: pre-activation",
-        25_549_480,
-        partial(resnet, DEPTHS[50], is_bottleneck=True, is_v2=True),
-        "Gluon's model zoo: 25,595,060 with running statistics and 6 fixed numbers; "
-        f"{_HIPRESS} 97.46 MiB",
+    "resnet18": _resnet(18, 11_689_512, _TORCHVISION),
+    "resnet50": _resnet(50, 25_557_032, _TORCHVISION),
+    "resnet18-v2": _resnet(18, 11_687_848, f"{_GLUON} 11,695,796 {_MORE}", is_v2=True),
+    "resnet50-v2": _resnet(
+        50, 25_549_480, f"{_GLUON} 25,595,060 {_MORE}; {_HIPRESS} 97.46 MiB", is_v2=True
     ),
     "inception-v3": _classifier(
         "Inception v3 without its auxiliary head",
@@ -254,3 +284,85 @@ The batches of vgg and gpt were chosen so that a step without any exchange takes
 four ranks, with a thread each, share two cores.
 """
 MODELS["gpt-124m"] = replace(MODELS["gpt2"], is_hidden=True)  # the name of old benchmarks
+
+
+# --- a user's own model ---------------------------------------------------------------------------
+
+
+def _custom(name: str) -> Model:
+    """Return the description of a user's own model, `package.module:callable`.
+
+    The module may also be in the working folder. The callable gets those sizes of the data
+    (num_classes, vocabulary) that its signature takes, and returns a torch.nn.Module.
+    """
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in f"{module}.{attribute}".split(".")):
+        raise UsageError(
+            f"model {name!r} is not of the form package.module:callable; name a callable that "
+            "returns a torch.nn.Module, or a model of the table."
+        )
+    maker: Any = _import(name, module)
+    for part in attribute.split("."):
+        if not hasattr(maker, part):
+            raise UsageError(
+                f"model {name!r}: module {module!r} has no {attribute!r}; name a callable that it "
+                "has."
+            )
+        maker = getattr(maker, part)
+    if not callable(maker):
+        raise UsageError(
+            f"model {name!r} is of type {type(maker).__name__} and cannot be called; name a "
+            "function or class that returns a torch.nn.Module."
+        )
+    return Model(
+        about=f"the model {name!r}",
+        num_parameters=0,
+        published="yours",
+        batch=CUSTOM_BATCH,
+        task=None,
+        build=lambda **sizes: _build_custom(name, maker, sizes),
+        draw=None,
+    )
+
+
+def _import(name: str, module: str) -> ModuleType:
+    # A console script does not search the working folder; at the end of the path it hides nothing.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        if f"{module}.".startswith(f"{missing}."):
+            raise UsageError(
+                f"model {name!r}: module {missing!r} is neither installed nor in this folder; "
+                "correct the name, or run from the folder that holds it."
+            ) from error
+        raise UsageError(
+            f"model {name!r}: module {module!r} imports {missing!r}, which is not installed; "
+            "install it first."
+        ) from error
+
+
+def _build_custom(name: str, maker: Callable[..., Any], sizes: dict[str, int]) -> nn.Module:
+    try:
+        signature = inspect.signature(maker)
+    except ValueError:  # not every builtin has one
+        signature = inspect.Signature()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    given = {key: size for key, size in sizes.items() if takes_all or key in signature.parameters}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        offered = ", ".join(sizes) or "nothing"
+        raise UsageError(
+            f"model {name!r} cannot be called with what this data gives ({offered}): {error}; "
+            "give its other arguments defaults."
+        ) from error
+    built = maker(**given)
+    if not isinstance(built, nn.Module):
+        raise UsageError(
+            f"model {name!r} returned {type(built).__name__} and not a torch.nn.Module; name a "
+            "callable that does."
+        )
+    return built

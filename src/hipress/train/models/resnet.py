@@ -25,10 +25,8 @@ def resnet(
 ) -> nn.Module:
     """Return a ResNet for images of side 32 and more; published with 224.
 
-    Args:
-        depths: One of `DEPTHS`, or another of the same form.
-        is_bottleneck: Whether a block has three convolutions (50 layers) and not two (18 layers).
-        is_v2: Whether BatchNorm and ReLU come before each convolution and not after it.
+    A bottleneck has three convolutions (50 layers) and not two (18 layers). In v2 BatchNorm and
+    ReLU come before each convolution and not after it.
     """
     layers: list[nn.Module] = [nn.BatchNorm2d(3, affine=False)] if is_v2 else []
     layers += [
@@ -44,7 +42,8 @@ def resnet(
         outer = 4 * inner if is_bottleneck else inner
         for index in range(depth):
             stride = 2 if stage > 0 and index == 0 else 1
-            layers.append(make(channels, inner, outer, stride, is_bottleneck))
+            convolutions = _convolutions(channels, inner, outer, stride, is_bottleneck)
+            layers.append(make(convolutions, _shortcut(channels, outer, stride)))
             channels = outer
     if is_v2:
         layers += [nn.BatchNorm2d(channels), nn.ReLU()]
@@ -77,34 +76,29 @@ def _shortcut(channels: int, outer: int, stride: int) -> nn.Conv2d | None:
 
 
 class _Block(nn.Module):
-    def __init__(
-        self, channels: int, inner: int, outer: int, stride: int, is_bottleneck: bool
-    ) -> None:
+    def __init__(self, convolutions: list[nn.Conv2d], shortcut: nn.Conv2d | None) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for conv in _convolutions(channels, inner, outer, stride, is_bottleneck):
+        for conv in convolutions:
             layers += [conv, nn.BatchNorm2d(conv.out_channels), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1])  # the last ReLU comes after the sum
-        shortcut = _shortcut(channels, outer, stride)
-        self.around = (
-            nn.Identity() if shortcut is None else nn.Sequential(shortcut, nn.BatchNorm2d(outer))
-        )
+        self.around: nn.Module = nn.Identity()
+        if shortcut is not None:
+            self.around = nn.Sequential(shortcut, nn.BatchNorm2d(shortcut.out_channels))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.add(self.layers(x), self.around(x)).relu()
 
 
 class _BlockV2(nn.Module):
-    def __init__(
-        self, channels: int, inner: int, outer: int, stride: int, is_bottleneck: bool
-    ) -> None:
+    def __init__(self, convolutions: list[nn.Conv2d], shortcut: nn.Conv2d | None) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU())
+        self.first = nn.Sequential(nn.BatchNorm2d(convolutions[0].in_channels), nn.ReLU())
         layers: list[nn.Module] = []
-        for conv in _convolutions(channels, inner, outer, stride, is_bottleneck):
+        for conv in convolutions:
             layers += [nn.BatchNorm2d(conv.in_channels), nn.ReLU(), conv]
         self.layers = nn.Sequential(*layers[2:])
-        self.around = _shortcut(channels, outer, stride)
+        self.around = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.first(x)

@@ -24,12 +24,9 @@ CYCLE, IDENTITY, CAM = 10, 10, 1000
 class Ugatit(nn.Module):
     """All six networks; the output is the loss.
 
-    Args:
-        side: Side of an image; a generator that is not light takes no other.
-        channels: Channels of the first convolutions.
-        num_blocks: Residual blocks before the attention, and after it.
-        is_light: Whether the style comes from the mean of a feature map, not from all of it.
-        depths: Layers of the global and of the local discriminators.
+    A generator that is not light takes no other side; a light one makes the style from the mean of
+    a feature map, not from all of it. There are `num_blocks` residual blocks before the attention,
+    and after it; `depths` are the layers of the global and of the local discriminators.
     """
 
     def __init__(
@@ -69,12 +66,8 @@ class Ugatit(nn.Module):
     def generators_loss(
         self, a: Tensor, b: Tensor, fakes: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return the sum of the adversarial, cycle, identity and attention losses.
-
-        Args:
-            a: Images of one domain.
-            b: Images of the other domain.
-            fakes: The outputs of `to_b` for a, and of `to_a` for b.
+        """Return the sum of the adversarial, cycle, identity and attention losses; `fakes` are the
+        outputs of `to_b` for a, and of `to_a` for b.
         """
         (fake_b, cam_b), (fake_a, cam_a) = fakes
         same_b, cam_same_b = self.to_b(b)
@@ -150,8 +143,6 @@ class _MixedNorm(nn.Module):
 
 
 class _Rescaled(nn.Module):
-    """A mixed norm with its own scale and shift."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.norm = _MixedNorm(channels, rho=0.0)

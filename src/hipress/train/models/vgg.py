@@ -1,4 +1,7 @@
-"""VGG (Simonyan and Zisserman, ICLR 2015), without BatchNorm: most bytes are in one tensor."""
+"""VGG (Simonyan and Zisserman, ICLR 2015), without BatchNorm, and a small network for the demo.
+
+In all of them most bytes are in one tensor, that of a linear layer.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,7 @@ def vgg(
     """
     layers, channels = _convolutions(widths)
     layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
-    size = channels * 7 * 7
-    for width in (hidden, hidden):
-        layers += [nn.Linear(size, width), nn.ReLU(), nn.Dropout(dropout)]
-        size = width
-    layers.append(nn.Linear(size, num_classes))
+    layers += _linears(channels * 7 * 7, hidden, num_classes, dropout)
     _init(layers)
     for layer in layers:
         if isinstance(layer, nn.Conv2d | nn.Linear):
@@ -48,17 +47,29 @@ def small_vgg(widths: Sequence[int], hidden: int, num_classes: int = 10) -> nn.M
     # The pooling does not change images of side 32. It is one layer with the Flatten, so that later
     # layers keep their numbers, and their weights the names that older checkpoints use.
     layers.append(nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten()))
-    size = channels * side**2
-    for width in (hidden, hidden):
-        layers += [nn.Linear(size, width), nn.ReLU()]
-        size = width
-    layers.append(nn.Linear(size, num_classes))
+    layers += _linears(channels * side**2, hidden, num_classes)
     _init(layers)
     return nn.Sequential(*layers)
 
 
+def cnn(num_classes: int = 10, width: int = 32, hidden: int = 512) -> nn.Module:
+    """Return three convolutions and a fully connected layer, for images of side 8 to 64.
+
+    The convolutions have `width`, 2 * `width` and 4 * `width` channels.
+    """
+    layers, channels = _convolutions((width, 0, 2 * width, 4 * width))
+    layers += [
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(channels * 4 * 4, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, num_classes),
+    ]
+    _init(layers[:-5])
+    return nn.Sequential(*layers)
+
+
 def _convolutions(widths: Sequence[int]) -> tuple[list[nn.Module], int]:
-    """Return the layers, and the channels of the last one."""
     layers: list[nn.Module] = []
     channels = 3
     for width in widths:
@@ -68,6 +79,17 @@ def _convolutions(widths: Sequence[int]) -> tuple[list[nn.Module], int]:
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
     return layers, channels
+
+
+def _linears(
+    size: int, hidden: int, num_classes: int, dropout: float | None = None
+) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for width in (hidden, hidden):
+        layers += [nn.Linear(size, width), nn.ReLU()]
+        layers += [] if dropout is None else [nn.Dropout(dropout)]
+        size = width
+    return [*layers, nn.Linear(size, num_classes)]
 
 
 def _init(layers: list[nn.Module]) -> None:

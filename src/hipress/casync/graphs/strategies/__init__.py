@@ -1,19 +1,17 @@
-"""The table of strategies: from (cluster, rank, routes) to the graph of one rank.
+"""The table of strategies; each builds the graph of a rank from (cluster, rank, routes).
 
 To add a strategy, write a file with a `STRATEGY` and add a line to `STRATEGIES`.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
-from hipress.casync.graphs.graph import Graph
 from hipress.casync.graphs.strategies import allreduce, hierarchical, ps, ring
 from hipress.casync.graphs.strategies.base import Cluster, Strategy
-from hipress.errors import UsageError
+from hipress.errors import UsageError, did_you_mean
 
-__all__ = ["STRATEGIES", "Cluster", "Strategy", "build", "candidates", "check", "get"]
+__all__ = ["STRATEGIES", "Cluster", "Strategy", "candidates", "check", "get"]
 
 STRATEGIES: dict[str, Strategy] = {
     module.STRATEGY.name: module.STRATEGY
@@ -37,8 +35,7 @@ def check(name: str) -> None:
     """Refuses a name that is not in the table."""
     if name in STRATEGIES:
         return
-    near = difflib.get_close_matches(str(name).lower(), STRATEGIES, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(str(name).lower(), STRATEGIES)
     raise UsageError(f"strategy {name!r}{hint} is none of {', '.join(STRATEGIES)}; choose one.")
 
 
@@ -59,20 +56,3 @@ def candidates(hosts: Sequence[int] = ()) -> tuple[str, ...]:
         for name, strategy in STRATEGIES.items()
         if strategy.is_candidate and (shared or not strategy.has_host_stages)
     )
-
-
-def build(strategy: str, cluster: Cluster, rank: int, routes: Sequence[int]) -> Graph:
-    """Builds the graph of one rank.
-
-    Args:
-        strategy: A name of the table.
-        cluster: All ranks.
-        rank: The one to build for.
-        routes: A number for each chunk, which decides its aggregator or its start in the ring.
-
-    Example:
-        >>> graph = build("ps", Cluster(hosts=(0, 1)), 0, [0, 1])
-        >>> [task.verb.value for task in graph.tasks if task.chunk == 1]
-        ['encode', 'send', 'recv', 'decode']
-    """
-    return get(strategy).build(cluster, rank, routes)

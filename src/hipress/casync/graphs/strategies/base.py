@@ -1,4 +1,4 @@
-"""What a strategy is: a builder of graphs, and what the rest of the package must know about it."""
+"""A strategy: a builder of graphs, with what the rest of the package must know about it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Strategy:
     """Whether the transport's own all-reduce takes its place when there is no codec."""
 
     def sums_in_transport(self, codec: str) -> bool:
-        """Whether gradients under the codec of this name are left to the transport's all-reduce."""
+        """Returns whether the transport's all-reduce serves gradients under a codec."""
         return self.is_plain_sum and codec == "none"
 
     def num_gradients(self, hosts: Sequence[int], rank: int) -> int:
-        """How many ranks' gradients are in what a rank encodes as its own contribution."""
+        """Returns the number of gradients in what a rank encodes as its own contribution."""
         return hosts.count(hosts[rank]) if self.has_host_stages else 1

@@ -2,7 +2,7 @@
 
 Each chunk has one owner on every host. The others of the host send it their elements as they are;
 the owner merges them, takes part in a `ps` among the owners, and hands the result out, again as
-it is. Hosts may have different numbers of ranks: each counts as much as it has.
+it is. Hosts may have different numbers of ranks; each host is weighted by its number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def build(cluster: Cluster, rank: int, routes: Sequence[int]) -> Graph:
 
 
 def _merge_host(draft: Draft, chunk: int, mine: Sequence[int]) -> Slot:
-    """The mean of the host's gradients, in rank order."""
+    """Adds the merge of the host's gradients in rank order; returns the slot of their mean."""
     parts = []
     for member in mine:
         if member == draft.rank:

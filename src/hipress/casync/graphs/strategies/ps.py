@@ -14,7 +14,7 @@ from hipress.casync.graphs.graph import Draft, Graph, Kind, Slot
 from hipress.casync.graphs.strategies.base import Cluster, Strategy
 
 DEPTH = 8
-"""Of the last task of a chunk."""
+"""The depth of the last task of a chunk."""
 
 
 def build(cluster: Cluster, rank: int, routes: Sequence[int]) -> Graph:
@@ -37,16 +37,14 @@ def between(
     sizes: Sequence[float],
     depth: int = 0,
 ) -> None:
-    """Adds the tasks of one chunk among some ranks, of which `draft.rank` is one.
+    """Adds the tasks of one chunk among some ranks to a draft.
 
     Args:
-        draft: Where to.
-        chunk: Which.
-        own: What this rank contributes.
+        own: The slot that the rank of the draft contributes.
         members: The ranks that take part, in the order of merging.
-        aggregator: One of them.
-        sizes: How much each contribution counts.
-        depth: Of the first task.
+        aggregator: The member that merges.
+        sizes: The weight of each contribution.
+        depth: The depth of the first task.
     """
     rank = draft.rank
     gradient = Slot(Kind.GRADIENT, chunk)

@@ -76,10 +76,10 @@ def _chunk(draft: Draft, chunk: int, position: int, codes_local: bool) -> None:
 
 
 def _hand_out(draft: Draft, chunk: int, position: int, back: Slot) -> None:
-    """The final frame goes on unchanged; each rank decodes it beside that."""
+    """Adds the tasks that pass the final frame on unchanged and decode it."""
     num_ranks, rank = draft.num_ranks, draft.rank
     last = num_ranks - 1
-    # How many ranks had it before this one.
+    # The number of ranks that had it before this one.
     hop = 0 if position == last else position + 1
     depth = last_merge_depth(num_ranks) + PASS_DEPTHS * hop
     if hop > 0:

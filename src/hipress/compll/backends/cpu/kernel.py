@@ -53,8 +53,6 @@ class Record:
 
 @dataclass(frozen=True)
 class Step:
-    """A function of the kernel."""
-
     name: str
     tile: int
     length_slot: int = -1
@@ -99,7 +97,6 @@ class KernelPrinter(MachinePrinter):
     # Values.
 
     def named(self, text: str, out: Lines) -> str:
-        """Returns a name for `text`, which is `text` itself if it is one."""
         return text if text.isidentifier() else self.assign(text, out)
 
     def host(self, e: Expr) -> str:
@@ -166,7 +163,7 @@ class KernelPrinter(MachinePrinter):
         """Prints a name for an array inside the payload or the scratch memory."""
         if array.name not in self.memory:
             pool = "W" if array.name.startswith("temp") else "body"
-            self.carve(array.name, pool, DTYPES.get(array.storage), out)
+            self.carve(array.name, pool, array.storage, out)
 
     def partial(self, f: Fold, tile: int) -> str:
         """Returns the name of new memory for a reduction's results, one per tile."""
@@ -178,10 +175,6 @@ class KernelPrinter(MachinePrinter):
         self.records.append(Record(f"record{len(self.records)}", storage, capacity))
         return self.records[-1]
 
-    def view_record(self, record: Record, out: Lines) -> None:
-        """Prints the name of that memory."""
-        self.carve(record.name, "W", DTYPES.get(record.storage), out)
-
     def ranges(self) -> str:
         """Returns entries of I: the first tile of each range, then how many each range took."""
         first = self.slots.ints.setdefault(("range", 0), len(self.slots.ints))
@@ -189,10 +182,10 @@ class KernelPrinter(MachinePrinter):
             self.slots.int(("range", k))
         return f"I[{first} : {first + 2 * MAX_RANGES}]"
 
-    def carve(self, name: str, pool: str, dtype: str | None, out: Lines) -> None:
+    def carve(self, name: str, pool: str, storage: str, out: Lines) -> None:
         """Prints a view of a piece of the payload or the scratch memory."""
         start, size = self.slots.int(("at", name)), self.slots.int(("bytes", name))
-        view = f".view({dtype})" if dtype else ""
+        view = f".view({DTYPES[storage]})" if storage in DTYPES else ""
         out(f"{name} = {pool}[{start} : {start} + {size}]{view}")
 
     # Functions.
@@ -200,8 +193,7 @@ class KernelPrinter(MachinePrinter):
     def head(self, name: str, out: Lines, arrays: Iterable[Array]) -> None:
         """Opens a function of the kernel; `hi` below zero means to the end."""
         out("@njit(**_JIT)")
-        out(f"def {name}(lo, hi, {self.args}):")
-        out.depth += 1
+        out.open(f"def {name}(lo, hi, {self.args}):")
         for array in dict.fromkeys(arrays):
             self.view(array, out)
 

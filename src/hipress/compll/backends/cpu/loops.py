@@ -86,12 +86,10 @@ class Loops:
         self._name(e for e in walk(roots) if e.variance == 0 and e.op not in ("const", "param"))
 
     def close(self) -> None:
-        """Adds the pass to the kernel's text."""
         self.out.end()
         self.printer.out.text += self.functions.text + self.out.text
 
     def buffers(self) -> None:
-        """Prints the scratch buffers that all tiles share."""
         room = (self.tile + 7) // 8 * 8
         for name in (*self.codes_in.values(), *self.codes_out.values()):
             self.out(f"{name} = np.empty({room}, u8)")
@@ -101,8 +99,7 @@ class Loops:
     def tiles(self) -> None:
         """Prints the loop over tiles, a tile's slices, and what is the same in a block."""
         out, known = self.out, self.known
-        out("for t in range(lo, hi):")
-        out.depth += 1
+        out.open("for t in range(lo, hi):")
         out(f"a = t * {self.tile}")
         out(f"m = min({self.tile}, length - a)")
         for array, name in self.slices.items():
@@ -166,8 +163,7 @@ class Loops:
         body.needs(*args)
         for j, f in enumerate(folds):
             body(f"acc{j} = {_identity(f)}")
-        body("for i in range(m):")
-        body.depth += 1
+        body.open("for i in range(m):")
         return body
 
     def _accumulate(self, body: _Body, acc: str, f: Fold, text: str) -> None:
@@ -260,11 +256,9 @@ class Loops:
         body("for i in range(m, num_words * 8):")
         body("    mask[i] = u8(0)")
         body("words = mask[: num_words * 8].view(u64)")
-        body("for w in range(num_words):")
-        body.depth += 1
+        body.open("for w in range(num_words):")
         body("word = words[w]")
-        body("while word != u64(0) and count < capacity:")
-        body.depth += 1
+        body.open("while word != u64(0) and count < capacity:")
         body("i = w * 8 + _first_byte(word)")
         body("word &= word - u64(1)")
         olds = {array: f"{old}[i]" for array, old in saved.items()}
@@ -288,8 +282,7 @@ class Loops:
         """Prints a loop over elements that a later range took without room: as if never taken."""
         body = _Body()
         body.needs("first", "to_index", *(f"to_{old}" for old in saved.values()))
-        body("for j in range(first, m):")
-        body.depth += 1
+        body.open("for j in range(first, m):")
         body("i = to_index[j]")
         records = {array: f"to_{old}[j]" for array, old in saved.items()}
         self._element(body, [], self.printer.stores_if(p, False), records)
@@ -300,7 +293,6 @@ class Loops:
     # Scatters.
 
     def check(self, name: str, p: ir.Scatter) -> None:
-        """Prints a loop that looks for an index out of range."""
         body = self._start([], "I", p.array.name)
         body.text.insert(0, f"    size = len({p.array.name})")
         [index] = self._print(body, [p.index])
@@ -310,7 +302,6 @@ class Loops:
         self._call(name, body, [])
 
     def scatter(self, name: str, p: ir.Scatter) -> None:
-        """Prints a loop that adds each value at its index."""
         target = p.array.name
         body = self._start([], target)
         index, value = self._print(body, [p.index, p.value])

@@ -38,7 +38,6 @@ import triton.language as tl
 
 
 def render(kernels: Iterable[Kernel], *, title: str) -> str:
-    """Returns the source of a module with the kernels and their sizes."""
     kernels = list(kernels)
     text = "\n\n".join(_kernel(k) for k in kernels)
     scans = " ".join(
@@ -70,8 +69,7 @@ def _frame_places(printer: Passes) -> str:
     if not frames:
         return ""
     out = Lines()
-    out("def _frame_places(n, params):")
-    out.depth += 1
+    out.open("def _frame_places(n, params):")
     places = layout(replace(printer.kernel, sections=frames[0]), out)
     out(f"return ({', '.join(place.offset for place in places)},)")
     for sections in frames:

@@ -96,7 +96,6 @@ def _print_capacity(printer: KernelPrinter, p: ir.Compact, known: Known) -> None
 
 
 def _load_words(printer: KernelPrinter, p: ir.Compact, mask: Array) -> None:
-    """Prints the load of a program's words of marks."""
     printer.out(f"lanes = t * {WORDS} + tl.arange(0, {WORDS})")
     size = printer.size(("words", mask.name), printer.tiles_text(p.length, 32))
     if not p.length.host:  # no more than were written
@@ -132,8 +131,7 @@ def print_marked(
     out("rest = words")
     out("kept = words ^ words")
     out("rounds = tl.max(ones)")
-    out("for _ in range(rounds):")
-    out.depth += 1
+    out.open("for _ in range(rounds):")
     out("low = rest & (0 - rest)")
     out("i = lanes * 32 + _popcount(low - 1)")
     out("taken = (rest != 0) & (rank < capacity)")
@@ -181,7 +179,6 @@ def _print_round(
 
 
 def clear_rest(printer: KernelPrinter, name: str, p: ir.Compact) -> None:
-    """Prints the kernel that zeroes the room that a filter left."""
     if not p.emits:
         return
     out, most = printer.out, printer.length_text(p.filter.capacity)

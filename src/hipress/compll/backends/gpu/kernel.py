@@ -25,13 +25,8 @@ from hipress.compll.passes.derive import RHO
 from hipress.errors import BackendError
 
 POINTEES = {
-    "f32": "tl.float32",
-    "f16": "tl.float16",
-    "bf16": "tl.uint16",
-    "i64": "tl.int64",
-    "u8": "tl.uint8",
-    "u16": "tl.uint16",
-    "u32": "tl.uint32",
+    **{"f32": "tl.float32", "f16": "tl.float16", "bf16": "tl.uint16", "i64": "tl.int64"},
+    **{f"u{bits}": f"tl.uint{bits}" for bits in (8, 16, 32)},
 }
 """What a pointer to a storage points at."""
 
@@ -139,7 +134,6 @@ class KernelPrinter(MachinePrinter):
         return self.as_read(e, self.size(e, f"int({slot_text(e, self.kernel.params)})"))
 
     def result(self, key: object, type_: str) -> str:
-        """Returns the place of a result."""
         slot = self.results.setdefault(key, len(self.results))
         kind = TYPES[wide_type(type_)]
         return f"(Z + tl.load(I + {RESULTS}) + {8 * slot}).to(tl.pointer_type({kind}))"
@@ -240,8 +234,7 @@ class KernelPrinter(MachinePrinter):
             )
         out = Lines()
         out("@triton.jit")
-        out(f"def {name}(has_a, a, has_b, b):")
-        out.depth += 1
+        out.open(f"def {name}(has_a, a, has_b, b):")
         [text] = self.print([f.combine], out, {f.carry: "a", f.item: "b"})
         out(f"both = ({text}).to({TYPES[wide_type(f.type)]})")
         out("one = tl.where(has_a != 0, a, b)")
@@ -276,7 +269,6 @@ class KernelPrinter(MachinePrinter):
         return "Z" if zeroed else "W"
 
     def pointer(self, name: str, num_bytes: str, kind: str, *, zeroed: bool = False) -> str:
-        """Returns the text of a pointer to a piece of scratch memory."""
         pool = self._piece(name, num_bytes, zeroed)
         at = self.ints[("at", name)]
         return f"({pool} + tl.multiple_of(tl.load(I + {at}), 16)).to(tl.pointer_type({kind}))"
@@ -287,12 +279,10 @@ class KernelPrinter(MachinePrinter):
         """Opens a kernel: which gradient, which tile of it."""
         out = self.out
         out("@triton.jit")
-        out(f"def {name}({self.args}, T, BULK: tl.constexpr{more}):")
-        out.depth += 1
+        out.open(f"def {name}({self.args}, T, BULK: tl.constexpr{more}):")
         out("pid = tl.program_id(0)")
         out("t = pid.to(tl.int64)")
-        out("if BULK:")
-        out.depth += 1
+        out.open("if BULK:")
         out("g = tl.load(T + 2 * pid).to(tl.int64)")
         out("t = tl.load(T + 2 * pid + 1).to(tl.int64)")
         out("I += g * @NI@")
@@ -323,13 +313,11 @@ class KernelPrinter(MachinePrinter):
             self.out("rng = _rng(seed, stream, step)")
 
     def launch(self, name: str, grid: str, warps: int = 4) -> None:
-        """Ends a kernel and adds it to the launches."""
         self.out.end()
         self.launches.append(Launch(name, grid, warps))
 
 
 def cast(text: str, machine: str) -> str:
-    """Returns a value as another machine type."""
     return f"{text}.to({TYPES[machine]})"
 
 
@@ -339,7 +327,6 @@ def spread(text: str, e: Expr, variance: int) -> str:
 
 
 def random_value(e: Expr, bits: str) -> str:
-    """Returns a random number made of 32 bits."""
     return f"_uniform_of({bits})" if e.op == "uniform" else cast(bits, "i64")
 
 

@@ -77,7 +77,6 @@ class Passes(KernelPrinter):
             out(f"_flag({self.result(f, 'bool')}, {body})")
 
     def _part(self, name: str, f: Fold) -> str:
-        """Returns the memory for the parts of a reduction, one for each program."""
         piece = self.parts.setdefault(f, f"{name}_part{len(self.parts)}")
         size = 4 if f.type == "float" else 8
         return self.pointer(piece, f"grid{name} * {size}", TYPES[wide_type(f.type)])
@@ -156,8 +155,7 @@ class Passes(KernelPrinter):
         keys = f.kind != "sum" and f.type == "float"
         lane = "tl.float64" if double else ("tl.int32" if keys else kind)
         out(f"acc = tl.full([1024], {identity(f)}, {lane})")
-        out("for at in range(0, count, 1024):")
-        out.depth += 1
+        out.open("for at in range(0, count, 1024):")
         out("live = at + lanes < count")
         out("part = tl.load(parts + at + lanes, mask=live)")
         part = "_key(part)" if keys else ("part.to(tl.float64)" if double else "part")
@@ -236,8 +234,7 @@ class Passes(KernelPrinter):
         out, span = self.out, 4096
         tile = Tile(self, array.length, None, [], elements=span)
         out("@triton.jit")
-        out(f"def {name}_tile(t, {self.args}, TAIL: tl.constexpr):")
-        out.depth += 1
+        out.open(f"def {name}_tile(t, {self.args}, TAIL: tl.constexpr):")
         self.views([array])
         out(f"length = {self.size(('size', name), size)}")
         out(f"offs = tl.arange(0, {span})[None, :]")
@@ -255,8 +252,7 @@ class Passes(KernelPrinter):
         """Adding a frame with a bad number gives NaN everywhere, not only where it has values."""
         out, programs = self.out, f"min(-(-{size} // 4096), {MAX_PARTS})"
         self.head(name)
-        out("if tl.load(frame + 6) != 0:")
-        out.depth += 1
+        out.open("if tl.load(frame + 6) != 0:")
         out('value = tl.full((), float("nan"), tl.float32)')
         length = self.size(("size", name), size)
         count = self.size(("programs", name), programs)
@@ -385,8 +381,7 @@ class Passes(KernelPrinter):
         """Prints the function that looks at a frame's header and what its payload must fulfil."""
         out, conds = self.out, [r.cond for r in self.kernel.requires]
         out("@triton.jit")
-        out(f"def _{self.kernel.name}_check(t, {self.args}):")
-        out.depth += 1
+        out.open(f"def _{self.kernel.name}_check(t, {self.args}):")
         out("if _same_header(frame, H) == 0:")
         out("    tl.store(E, 2)")
         self.views(loads(conds))

@@ -98,12 +98,10 @@ class Tile:
     # Opening.
 
     def open(self, name: str, arrays: Iterable[Array], more: str = "") -> None:
-        """Opens the function."""
         out, printer = self.out, self.printer
         everything = ir.with_blocks(self.roots)
         out("@triton.jit")
-        out(f"def {name}(t, {printer.args}{more}, TAIL: tl.constexpr):")
-        out.depth += 1
+        out.open(f"def {name}(t, {printer.args}{more}, TAIL: tl.constexpr):")
         printer.views([*loads([self.length]), *loads(everything), *arrays], self.units)
         known = self.known = printer.known([self.length, *everything])
         out(f"length = {printer.domain(self.length, known)}")
@@ -143,7 +141,6 @@ class Tile:
     # Values.
 
     def print(self, roots: Iterable[Expr]) -> list[str]:
-        """Prints what some values need; returns their texts."""
         return self.printer.print(roots, self.out, self.known, self.spell, self.often)
 
     def spell(self, e: Expr, args: list[str]) -> str:
@@ -179,7 +176,6 @@ class Tile:
         return f"tl.reshape({bits}, {self.shape})" if self.rows > 1 else bits
 
     def _own(self, array: Array) -> str:
-        """Returns the elements of the tile itself."""
         if array.storage not in ir.PACKED:
             return loaded(array, f"tl.load({array.name} + start + offs, mask=live)")
         bits, unit = ir.STORAGE_BITS[array.storage], self.units[array]
@@ -199,7 +195,6 @@ class Tile:
         return f"{call}({array.name} + {first} + {at}{given}, mask={mask})"
 
     def whole(self, text: str, e: Expr) -> str:
-        """Returns a value in the shape of the tile."""
         if e.variance == 1:
             text = f"{text}[:, None]"
         return f"tl.broadcast_to({text}, {self.shape})"
@@ -279,11 +274,9 @@ class Tile:
                 self.write(array, name)
 
     def write(self, array: Array, name: str) -> None:
-        """Prints the store of a whole tile."""
         self.out(f"tl.store({array.name} + start + offs, {stored(array, name)}, mask=live)")
 
     def block_store(self, stores: Iterable[Store]) -> None:
-        """Prints the writes of one value for each block."""
         for s in stores:
             text = f"tl.broadcast_to({self.print([s.value])[0]}, [{self.rows}])"
             there = f"block * {self.block} < length"
@@ -317,7 +310,6 @@ class Tile:
 
     @property
     def grid(self) -> str:
-        """The number of tiles, as the host computes it."""
         return self.printer.tiles_text(self.length, self.span)
 
 

@@ -44,7 +44,6 @@ _OPS = {
 
 
 def render(kernels: Iterable[Kernel], *, title: str) -> str:
-    """Returns the source of a module with one entry point per kernel."""
     kernels = list(kernels)
     text = "\n\n".join(_KernelPrinter(k).source() for k in kernels)
     head = (
@@ -56,13 +55,10 @@ def render(kernels: Iterable[Kernel], *, title: str) -> str:
 
 
 def _dtype(array: Array) -> str:
-    """Returns the type that values of an array are computed in."""
     return "f32" if array.type == "float" else "i64"
 
 
 class _KernelPrinter(Printer):
-    """Prints one kernel as one function."""
-
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self.out = Lines()
@@ -72,8 +68,7 @@ class _KernelPrinter(Printer):
 
     def source(self) -> str:
         k, out = self.kernel, self.out
-        out(f"def {k.name}({entry_args(k)}, scratch=None, pool=None):")
-        out.depth += 1
+        out.open(f"def {k.name}({entry_args(k)}, scratch=None, pool=None):")
         for place in entry_start(k, out):
             dtype = {"f32": "f32", "i64": "i64", "u32": "np.uint32"}.get(place.array.storage)
             if place.array.storage in ("u16", "f16", "bf16"):
@@ -81,8 +76,7 @@ class _KernelPrinter(Printer):
             view = f".view({dtype})" if dtype else ""
             start, size = place.offset, place.num_bytes
             out(f"{place.array.name} = body[{start} : {start} + {size}]{view}")
-        out('with np.errstate(all="ignore"):')
-        out.depth += 1
+        out.open('with np.errstate(all="ignore"):')
         for r in k.requires:
             out(f"if not {self.value(r.cond)}:")
             out(f"    return {r.message!r}")
@@ -97,7 +91,6 @@ class _KernelPrinter(Printer):
     # Values.
 
     def value(self, e: Expr) -> str:
-        """Prints what `e` needs, in the domain of the pass; returns its text."""
         return self.values([e])[0]
 
     def values(self, roots: Iterable[Expr]) -> list[str]:
@@ -187,8 +180,7 @@ class _KernelPrinter(Printer):
             self.out(f"{name} = np.any({body}) if {length} else False")
         elif f.kind == "fold":
             self.out(f"{name} = {init}")
-            self.out(f"for item in _whole({body}, {length}):")
-            self.out.depth += 1
+            self.out.open(f"for item in _whole({body}, {length}):")
             self._combine(f, name)
             self.out.depth -= 1
         else:
@@ -226,8 +218,7 @@ class _KernelPrinter(Printer):
         for name in parts.values():
             out(f"{name} = []")
         outside = dict(self.known)
-        out(f"for t in range(-(-{length} // {p.block})):")
-        out.depth += 1
+        out.open(f"for t in range(-(-{length} // {p.block})):")
         out(f"a = t * {p.block}")
         out(f"m = min({p.block}, {length} - a)")
         self.block = p.block
@@ -307,8 +298,7 @@ class _KernelPrinter(Printer):
         acc, rows = self.fresh(), self.fresh()
         self._alloc(p.array)
         out(f"{acc}, {rows} = {init}, []")
-        out(f"for item in _whole({body}, {length}):")
-        out.depth += 1
+        out.open(f"for item in _whole({body}, {length}):")
         text = {"sum": f"{acc} + item", "max": f"max({acc}, item)", "min": f"min({acc}, item)"}
         if f.kind == "fold":
             self._combine(f, acc)

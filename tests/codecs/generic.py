@@ -1,7 +1,7 @@
-"""Error feedback and momentum around any codec.
+"""Error feedback and momentum around any codec, by the book.
 
-`feedback` and `momentum` fuse themselves into a program's kernels. The classes here are the
-generic path: right for every codec, slower, and the oracle that tests hold the fused one against.
+The package fuses both into a program's kernels. The classes here do the same in plain torch and for
+every codec: they are slower, and the fused kernels are compared with them.
 """
 
 from __future__ import annotations
@@ -11,50 +11,10 @@ from abc import abstractmethod
 import torch
 
 from hipress.codecs.base import Codec, State, lr_ratio
-from hipress.codecs.program import Family, ProgramCodec
-from hipress.codecs.spec import FRACTION_RULE, fraction
+from hipress.codecs.program import ProgramCodec
+from hipress.codecs.table import feedback, momentum
 from hipress.codecs.tensors import check_state
-from hipress.compll.passes.derive import Variant
 from hipress.errors import UsageError
-
-
-def feedback(inner: Codec) -> Codec:
-    """`ef(inner)`: what compression lost is added to the next gradient."""
-    if isinstance(inner, Momentum) or (isinstance(inner, ProgramCodec) and inner.variant.momentum):
-        raise UsageError(
-            f"ef({inner.name}) would feed back what momentum made; write momentum(ef(...)) instead."
-        )
-    if isinstance(inner, ProgramCodec):
-        if inner.variant.feedback:
-            return inner
-        family = Family(
-            inner.family.back, lambda: [(at, feedback(c)) for at, c in inner.family.phases()]
-        )
-        return inner.with_variant(Variant(feedback=True), f"ef({inner.name})", family=family)
-    return inner if isinstance(inner, Feedback) else Feedback(inner)
-
-
-def momentum(inner: Codec, *, mu: float = 0.9, nesterov: bool = True) -> Codec:
-    """`momentum(inner, mu=..., nesterov=...)`: the momentum of the gradients is sent."""
-    if not fraction(mu):
-        raise UsageError(f"momentum: mu={mu} must be {FRACTION_RULE}, e.g. 0.9.")
-    if isinstance(inner, Momentum) or (isinstance(inner, ProgramCodec) and inner.variant.momentum):
-        raise UsageError(f"{inner.name} has momentum already; write momentum(...) once.")
-    if not isinstance(inner, ProgramCodec):
-        return Momentum(inner, mu=mu, nesterov=nesterov)
-    variant = Variant(feedback=inner.variant.feedback, momentum=True, nesterov=nesterov)
-    # Momentum is for the workers: on the way back it would be applied a second time.
-    family = Family(
-        back=lambda workers, _: inner.aggregator(workers),
-        phases=lambda: [
-            (at, momentum(c, mu=mu, nesterov=nesterov)) for at, c in inner.family.phases()
-        ],
-    )
-    return inner.with_variant(variant, _momentum_name(inner, mu, nesterov), mu, family)
-
-
-def _momentum_name(inner: Codec, mu: float, nesterov: bool) -> str:
-    return f"momentum({inner.name}, mu={mu!r}, nesterov={'true' if nesterov else 'false'})"
 
 
 class _Wrapper(Codec):
@@ -122,10 +82,10 @@ class Feedback(_Wrapper):
         return f"ef({self.inner.name})"
 
     def around(self, inner: Codec) -> Codec:
-        return feedback(inner)
+        return feedback(inner) if isinstance(inner, ProgramCodec) else Feedback(inner)
 
     def aggregator(self, num_workers: int) -> Codec:
-        return feedback(self.inner.aggregator(num_workers))
+        return self.around(self.inner.aggregator(num_workers))
 
     def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
         state = self.inner.init(x, seed=seed, stream=stream)
@@ -155,10 +115,12 @@ class Momentum(_Wrapper):
 
     @property
     def name(self) -> str:
-        return _momentum_name(self.inner, self.mu, self.nesterov)
+        nesterov = "true" if self.nesterov else "false"
+        return f"momentum({self.inner.name}, mu={self.mu!r}, nesterov={nesterov})"
 
     def around(self, inner: Codec) -> Codec:
-        return momentum(inner, mu=self.mu, nesterov=self.nesterov)
+        wrap = momentum if isinstance(inner, ProgramCodec) else Momentum
+        return wrap(inner, mu=self.mu, nesterov=self.nesterov)
 
     def init(self, x: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
         state = self.inner.init(x, seed=seed, stream=stream)
