@@ -333,13 +333,10 @@ DEFECTS: tuple[Defect, ...] = (
     # --- codecs ---------------------------------------------------------------------------------
     Defect(
         "NaN enters the residual",
-        "codecs/wrappers.py",
-        "residual.copy_(torch.where(left.isfinite(), left, residual))",
-        "residual.copy_(left)",
-        (
-            f"{CONTRACT}::test_bad_number_leaves_its_residual",
-            f"{CONTRACT}::test_fused_equals_generic",
-        ),
+        "compll/passes/derive.py",
+        "    return g.select(kept, new, old)",
+        "    return new",
+        (f"{CONTRACT}::test_bad_number_leaves_its_residual",),
     ),
     Defect(
         "a flagged frame is decoded as if its numbers were good",
@@ -420,9 +417,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "momentum is applied on the way back too",
-        "codecs/wrappers.py",
-        "back=lambda workers, _: inner.aggregator(workers),",
-        "back=lambda workers, _: momentum(inner.aggregator(workers), mu=mu, nesterov=nesterov),",
+        "codecs/table.py",
+        "Family(lambda workers, _: inner.aggregator(workers), phases)",
+        "Family(lambda workers, _: momentum(inner.aggregator(workers)), phases)",
         (
             "tests/codecs/test_aggregators.py::test_what_it_becomes",
             "tests/codecs/test_aggregators.py::test_momentum_is_not_applied_twice",
@@ -437,9 +434,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "the residual is not scaled with the learning rate",
-        "codecs/wrappers.py",
-        "+ residual * lr_ratio(state)",
-        "+ residual",
+        "compll/passes/derive.py",
+        'g.binary("mul", rho, g.load(residual, i))',
+        "g.load(residual, i)",
         ("tests/codecs/test_states.py",),
     ),
     # --- compll ---------------------------------------------------------------------------------
@@ -524,8 +521,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "ranks agree on every exchange anew",
         "casync/engine/engine.py",
-        "recipe = self._recipes.get(key)",
-        "recipe = None",
+        "prepared = self._recipes.get(key)",
+        "prepared = None",
         (f"{LOOPBACK}::test_steady_steps_agree_bind_and_allocate_nothing",),
     ),
     Defect(
@@ -538,7 +535,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "buffers are made anew in every step",
         "casync/engine/engine.py",
-        "exchange = free.pop() if free else None",
+        "exchange = prepared.exchanges.pop() if prepared.exchanges else None",
         "exchange = None",
         (f"{LOOPBACK}::test_steady_steps_agree_bind_and_allocate_nothing",),
     ),
@@ -677,7 +674,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "the offset of a clock ignores the way of the answer",
-        "casync/ranks/clock.py",
+        "casync/ranks/agreement.py",
         "answer_ns - (start_ns + end_ns) // 2",
         "answer_ns - start_ns",
         ("tests/casync/test_clock.py",),
