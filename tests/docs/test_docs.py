@@ -33,7 +33,7 @@ import torch
 import hipress
 from hipress.cli.main import main
 from hipress.cli.options import split_expressions
-from hipress.codecs import table, wrappers
+from hipress.codecs import table
 from hipress.codecs.program import ProgramCodec
 from hipress.compll import build
 from hipress.compll.front import ast
@@ -176,7 +176,7 @@ def run_program(program: build.Program) -> None:
     payload = codec.encode(x, codec.init(x))
     assert payload.numel() == codec.wire_bytes(1000)
     assert codec.decode(payload).isfinite().all()
-    fed_back = wrappers.feedback(codec)
+    fed_back = table.feedback(codec)
     state = fed_back.init(x)
     decoded = fed_back.decode(fed_back.encode(x, state))
     torch.testing.assert_close(decoded + state["residual"], x)

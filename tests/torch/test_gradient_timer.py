@@ -103,6 +103,7 @@ def test_work_behind_backward_is_the_rest_up_to_the_next_forward():
     assert BURN_S <= found.rest_s < 2 * BURN_S and found.backward_s < BURN_S
 
 
+@pytest.mark.alone
 def test_the_clock_of_the_thread_leaves_out_what_others_do():
     """Catches: an exchange in the same process counted as backward."""
     model = Net()
