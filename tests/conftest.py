@@ -15,14 +15,16 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 LONGEST = (
     "tests/gpu/test_interpreted.py",
-    "tests/session/test_auto.py",
     "tests/torch/test_attach.py",
-    "tests/train/test_job.py",
     "tests/session/test_checkpoint.py",
     "topk",
     "dithering",
 )
 """The groups that take longest: they start first, so that all processes end at about one time."""
+RANKS = ("tests/session/test_auto.py", "tests/train/test_job.py")
+"""Files whose jobs of several ranks take minutes: `make test-all` runs those. In `make test` the
+rest of these files, `test_policy.py`, `test_nothing_is_lost.py`, `test_attach.py` and
+`test_checkpoint.py` hold the same promises."""
 BY_PROGRAM = ("tests/codecs/", "tests/casync/test_loopback.py", "tests/gpu/test_compiled.py")
 """Where the tests of one program are a group."""
 
@@ -46,6 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         params: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         case = params.get("case")
         if isinstance(case, cases.Case) and not cases.quick(case, params):
+            item.add_marker(grid.full)
+        if item.nodeid.startswith(RANKS) and "told" in getattr(item, "fixturenames", ()):
             item.add_marker(grid.full)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_group(item, params)))

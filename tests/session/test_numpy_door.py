@@ -10,6 +10,7 @@ import pytest
 
 from hipress.lab import Lab
 from tests import scenarios
+from tests.grid import full
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "numpy_door.py"
 
@@ -39,6 +40,7 @@ def test_it_trains_with_a_codec_and_resumes_on_fewer_ranks(tmp_path):
     assert again["accuracy"] > first["accuracy"] - 0.02
 
 
+@full
 def test_it_trains_with_auto():
     """Catches: `auto` that waits for a forward pass which such a loop never reports."""
     found = trained(4, "--codec", "auto", "--steps", "60")
