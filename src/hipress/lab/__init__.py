@@ -13,4 +13,7 @@ from hipress.lab.lab import Lab
 from hipress.lab.links import Counters
 from hipress.lab.run import CommandRun, Finished
 
-__all__ = ["CommandRun", "Counters", "Finished", "Lab"]
+Job = CommandRun
+"""The former name of `CommandRun`."""
+
+__all__ = ["CommandRun", "Counters", "Finished", "Job", "Lab"]

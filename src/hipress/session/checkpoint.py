@@ -179,7 +179,7 @@ def _share_out(
 ) -> None:
     """Gives every rank the mean, so that the mean over ranks is what it was."""
     name = gradient.name
-    if (left := mean.get(UNSENT[0])) is not None:
+    if (left := mean.get(UNSENT[0])) is not None and left.any():
         before = session.owed.get(name)
         session.owed[name] = left.clone() if before is None else left + before.to(left.device)
     for key, held in mean.items():

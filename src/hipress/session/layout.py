@@ -66,7 +66,7 @@ class Layout:
         known = self._buckets.get(index)
         if known is not None and known.names == names:
             return known
-        takes = buffer.layout is torch.strided and buffer.dtype in selection.DTYPES
+        takes = selection.takes(buffer)
         groups = grouped([self.gradients[name] for name in names]) if takes else ()
         self._buckets[index] = Bucket(names=names, groups=groups)
         return self._buckets[index]

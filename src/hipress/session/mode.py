@@ -18,7 +18,7 @@ class Mode(Enum):
     PLAIN = "plain"
     """They are averaged uncompressed; codec state, if there is any, waits."""
     WARMUP = "warm-up"
-    """They are averaged uncompressed because the first `warmup_steps` are not over."""
+    """They go through the engine uncompressed: the first `warmup_steps` are not over."""
     COMPRESSED = "compressed"
     """They are exchanged as decided for each of them."""
     TRIAL = "trial"

@@ -1,4 +1,4 @@
-"""The one way of an uncompressed bucket: torch's all-reduce, as DDP does without a hook."""
+"""Uncompressed buckets outside the engine: torch's all-reduce, as DDP does without a hook."""
 
 from __future__ import annotations
 

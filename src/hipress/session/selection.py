@@ -20,6 +20,12 @@ from hipress.session.adapter import GradientSpec
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Element types that codecs take."""
 
+
+def takes(buffer: torch.Tensor) -> bool:
+    """Returns whether codecs take the elements of a buffer."""
+    return buffer.layout is torch.strided and buffer.dtype in DTYPES
+
+
 NONE = named_codec("none")
 
 UNDECIDED = "auto"

@@ -32,7 +32,7 @@ from hipress.session.layout import Layout
 from hipress.session.mode import Mode, StepMode
 from hipress.session.owed import Owed
 from hipress.session.plain import PlainSum
-from hipress.session.selection import Rules
+from hipress.session.selection import NONE, Rules
 from hipress.session.stats import Stats, collect, log_line, write_scalars
 from hipress.session.trace import Tracer, check_path
 
@@ -99,7 +99,7 @@ class Session:
         self.settings = settings
         self.adapter = adapter or Adapter()
         self.process_group = group
-        self.enabled = enabled
+        self._enabled = enabled
         self.step = 0
         """Number of finished steps."""
         self.untrained: frozenset[str] = frozenset()
@@ -156,6 +156,11 @@ class Session:
                 raise UsageError(
                     f"gradient {name!r} is not registered; the first registered ones are: "
                     f"{', '.join(list(self.gradients)[:5])}."
+                )
+            if not value.dtype.is_floating_point:
+                raise UsageError(
+                    f"gradient {name!r} has dtype {str(value.dtype).removeprefix('torch.')}; give "
+                    "floating-point elements, which have a mean."
                 )
             if known is not None and value.numel() != known.numel:
                 raise UsageError(
@@ -256,6 +261,11 @@ class Session:
         digests = replicas.digests(self.adapter.parameters())
         told = self.engine.agree("the replica check", {"step": self.step}, digests)
         replicas.compare(told, self.step)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether `attach` was given `enabled=True`; use `detach` to stop later."""
+        return self._enabled
 
     @property
     def plan(self) -> Plan | None:
@@ -410,13 +420,14 @@ class Session:
                 return self.plain.average(buffer, self._on_lost_sum)
             except RuntimeError as error:
                 raise self.engine.explain(error) from error
+        warm = mode is not Mode.WARMUP
         handles = [
             self.engine.allreduce(
                 [buffer[start:stop] for start, stop in group.spans],
-                codec=group.codec,
-                strategy=group.strategy,
+                codec=group.codec if warm else NONE,
+                strategy=group.strategy if warm else "ps",
                 names=group.names,
-                placements=group.placements,
+                placements=group.placements if warm else None,
                 step=self.step,
                 # All gradients of a group have one learning rate.
                 lr_ratio=self._rate_ratios.get(group.names[0]) if group.wants_rate else None,
@@ -478,7 +489,11 @@ class Session:
 
     def _uses_engine(self, bucket: Bucket) -> bool:
         """Whether the bucket is exchanged as decided, and not by one uncompressed sum."""
-        if not self.mode.current.compresses or not bucket.groups:
+        if not bucket.groups:
+            return False
+        if self.mode.current is Mode.WARMUP:
+            return True  # a rank that is late is named in HIPRESS_TIMEOUT, as with codecs
+        if not self.mode.current.compresses:
             return False
         # Plans of `auto` leave whole buckets uncompressed, for which torch's sum is fastest. Not
         # with a transport whose messages need one order on all ranks (NCCL): nothing would order
@@ -496,8 +511,8 @@ class Session:
     def _note_failure(self, buffer: torch.Tensor, error: BaseException) -> None:
         # The mean never came: what is in its place must not be taken for it. The error is raised
         # by `end_step`, since torch would keep only the text of one raised in a future.
-        buffer.fill_(torch.nan)
         self._failure = error
+        (buffer if buffer.layout is torch.strided else buffer._values()).fill_(torch.nan)
 
     def _on_detached(self) -> None:
         if self._tracer is not None:

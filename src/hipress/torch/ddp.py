@@ -21,6 +21,7 @@ from hipress import settings as hipress_settings
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError
 from hipress.session import Adapter, GradientSpec, Mode, Session, StepObserver
+from hipress.session.selection import takes
 from hipress.session.timing import GradientTimer
 from hipress.torch import optimizer_checks
 from hipress.torch.watchdog import Watchdog
@@ -156,6 +157,9 @@ class DDPAdapter(Adapter):
         found = self._buckets.get(bucket.index())
         if found is not None and found[0] == known:
             return found[1]
+        buffer = bucket.buffer()
+        if not takes(buffer):
+            return ()  # no codec takes it: torch sums it, and it is not registered
         missing = [p for p in parameters if id(p) not in self._names]
         if missing:  # a bare hook learns of parameters in the order in which they come
             first = len(self._names)

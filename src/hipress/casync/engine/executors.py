@@ -89,7 +89,7 @@ class BaseExecutor:
             raise failure  # closed
         text = str(failure).removesuffix(".")
         raise PeerError(
-            f"the exchange is down since an earlier error ({text}); restart the exchange.",
+            f"the exchange is down since an earlier error ({text}); restart the job.",
             ranks=getattr(failure, "ranks", ()),
         ) from failure
 
