@@ -1,6 +1,6 @@
 """Puts known defects back one by one and shows that `make test` catches each: `make mutants`.
 
-    python -m tests.mutants                 all defects; writes tests/mutants/README.md
+    python -m tests.mutants                 all defects; writes tests/mutants/results.csv
     python -m tests.mutants -k residual     those whose name contains a text; writes nothing
 
 Each defect is applied to a copy of the source. The tests that should notice it run with the markers
@@ -12,6 +12,8 @@ copy, which is checked first. Exit code 1: a defect was not caught, or could not
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import os
 import shutil
 import subprocess
@@ -25,7 +27,7 @@ from pathlib import Path
 from tests.mutants.defects import DEFECTS, Defect
 
 ROOT = Path(__file__).parents[2]
-TABLE = Path(__file__).with_name("README.md")
+TABLE = Path(__file__).with_name("results.csv")
 TIMEOUT_S = 900.0
 
 
@@ -103,21 +105,12 @@ def run(defect: Defect | None, tests: Iterable[str]) -> str | None:
 
 
 def table(rows: Iterable[tuple[Defect, str]]) -> str:
-    """Returns the results as a page."""
-    lines = [
-        "# Known defects, put back one by one",
-        "",
-        "`make mutants` writes this table. Each defect is applied to a copy of the source; then",
-        "those tests of `make test` run that should notice it.",
-        "",
-        "| defect | file | caught by |",
-        "|---|---|---|",
-    ]
-    for defect, by in rows:
-        test = by.removeprefix("caught by ").split("::")[-1].split("[")[0]
-        caught = f"`{test}`" if by.startswith("caught") else f"**{by}**"
-        lines.append(f"| {defect.name} | `{defect.path}` | {caught} |")
-    return "\n".join(lines) + "\n"
+    """Returns the results as text: a line for each defect, with the test that caught it."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["defect", "file", "result"])
+    writer.writerows([defect.name, defect.path, by] for defect, by in rows)
+    return text.getvalue()
 
 
 if __name__ == "__main__":

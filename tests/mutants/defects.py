@@ -219,8 +219,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "a lost mean is left as this rank's own gradient",
         "session/session.py",
-        "        buffer.fill_(torch.nan)\n",
-        "",
+        ".fill_(torch.nan)",
+        ".detach()",
         (f"{LOST}::test_a_failed_exchange_is_raised_and_its_mean_is_no_number",),
     ),
     Defect(
