@@ -7,9 +7,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hipress
+import hipress.torch
+from hipress.errors import PeerError
 from hipress.session.adapter import GradientSpec
 from hipress.session.buckets import Gradient, grouped
+from hipress.session.mode import Mode
 from hipress.session.selection import NONE, Choice
+from hipress.session.session import Session, Settings
 from hipress.torch.ddp import flat
 
 
@@ -86,3 +90,34 @@ def test_a_plan_says_which_start_first_and_travel_together():
         spec = GradientSpec(name=name, numel=16, dims=2)
         found.append(Gradient(spec=spec, choice=choice, placements=()))
     assert [group.names for group in grouped(found)] == [("b",), ("a", "d"), ("c",)]
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.line = nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64)
+
+    def forward(self, rows):
+        return self.line(self.table(rows))
+
+
+def test_a_sparse_bucket_of_a_bare_hook_is_left_to_torch(alone):
+    """Catches: a sparse gradient that counts as compressed, is saved, and that no flush pays."""
+    model = DDP(Sparse())
+    state, hook = hipress.torch.comm_hook(codec="onebit")
+    model.register_comm_hook(state, hook)
+    model(torch.arange(4)).sum().backward()
+    assert model.module.table.weight.grad.is_sparse
+    assert (state.stats().num_gradients, state.stats().num_compressed) == (2, 1)
+    state.detach()
+    model.zero_grad()
+    model(torch.arange(4)).sum().backward()
+    assert state.mode.current is Mode.DETACHED
+
+
+def test_a_lost_sparse_mean_keeps_its_error():
+    """Catches: an error of torch's about sparse tensors in place of the name of the lost rank."""
+    made = Session(None, Settings())
+    buffer, error = torch.eye(3).to_sparse(), PeerError("rank 1 is gone", ranks=(1,))
+    made._note_failure(buffer, error)
+    assert made._failure is error and buffer.to_dense().isnan().any()
