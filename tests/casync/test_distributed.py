@@ -71,7 +71,7 @@ def quiet(lab, request):
         [{"id": "pipelining", "do": "pipelining", "ranks": 2, "numel": 4_000_000, "tries": 5}],
         [{"id": "steady", "do": "steady", "ranks": 2, "steps": 1000, "warm": 200, "numel": 65_536}],
     ]  # fmt: skip
-    told.finished = start(lab, told, *stages).wait(120)
+    told.finished = start(lab, told, *stages).wait(300)
     return told
 
 
@@ -185,7 +185,7 @@ def killed(lab, request):
          "codec": codec, "victim": victim, "env": {"HIPRESS_TIMEOUT": str(KILL_S)}}
         for strategy, codec, victim in cases
     ]  # fmt: skip
-    start(lab, told, played).wait(100)
+    start(lab, told, played).wait(240)
     return told
 
 

@@ -124,7 +124,7 @@ def told():
         ],
     ]  # fmt: skip
     with Lab(3, shaped=False) as lab:
-        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(200)
+        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(560)
     return found
 
 

@@ -77,7 +77,7 @@ def told(request, tmp_path_factory):
         ],
     ]  # fmt: skip
     with Lab(4, shaped=False) as lab:
-        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(280)
+        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(560)
     return found
 
 
