@@ -14,9 +14,8 @@ from tests.codecs import cases
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 LONGEST = (
+    "jobs",
     "tests/gpu/test_interpreted.py",
-    "tests/torch/test_attach.py",
-    "tests/session/test_checkpoint.py",
     "topk",
     "dithering",
 )
@@ -25,6 +24,14 @@ RANKS = ("tests/session/test_auto.py", "tests/train/test_job.py")
 """Files whose jobs of several ranks take minutes: `make test-all` runs those. In `make test` the
 rest of these files, `test_policy.py`, `test_nothing_is_lost.py`, `test_attach.py` and
 `test_checkpoint.py` hold the same promises."""
+JOBS = (
+    *RANKS,
+    "tests/torch/test_attach.py",
+    "tests/session/test_checkpoint.py",
+    "tests/session/test_numpy_door.py",
+    "tests/casync/test_distributed.py",
+)
+"""Files that start several ranks, which fill all cores: one after the other, as group `jobs`."""
 BY_PROGRAM = ("tests/codecs/", "tests/casync/test_loopback.py", "tests/gpu/test_compiled.py")
 """Where the tests of one program are a group."""
 
@@ -65,6 +72,8 @@ def _group(item: pytest.Item, params: dict[str, Any]) -> str:
     """
     codec = params.get("case", params.get("codec", params.get("expr")))
     text = codec.expr if isinstance(codec, cases.Case) else str(codec)
+    if item.nodeid.startswith(JOBS):
+        return "jobs"
     if item.nodeid.startswith(BY_PROGRAM):
         for name in cases.NAMES:
             if name in text:
