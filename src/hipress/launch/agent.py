@@ -75,7 +75,7 @@ class RankProcess:
     """One start of one rank."""
 
     pid: int
-    """Of the process around it, and of its process group."""
+    """The id of the process around it, which is also that of its process group."""
     rank: int = -1
     attempt: int = 0
 

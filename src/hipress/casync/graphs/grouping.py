@@ -1,4 +1,4 @@
-"""Which gradients of a bucket travel together, and in which order they start."""
+"""Groups the gradients of a bucket that travel together, in the order in which they start."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Cost:
     num_passes: int
     """Passes over all elements of the gradient."""
     read_bytes: float
-    """Of arrays as long as the gradient, once for each pass that reads them."""
+    """Bytes read from arrays as long as the gradient, once for each pass that reads them."""
     written_bytes: float
 
     def __str__(self) -> str:

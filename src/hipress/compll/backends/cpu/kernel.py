@@ -28,7 +28,7 @@ MAX_RANGES = 64
 
 @dataclass
 class Slots:
-    """Which entry of I (ints) or F (floats) holds what."""
+    """The meaning of each entry of I (ints) and F (floats)."""
 
     ints: dict[object, int] = field(default_factory=dict)
     floats: dict[object, int] = field(default_factory=dict)

@@ -74,10 +74,10 @@ class KernelPrinter(MachinePrinter):
         super().__init__(kernel)
         self.out = Lines()
         self.ints: dict[object, int] = {"n": N, "body": BODY, "at": AT, "results": RESULTS}
-        """Which entry of I holds what."""
+        """The meaning of each entry of I."""
         self.floats: dict[Expr, int] = {}
         self.results: dict[object, int] = {}
-        """Which result (8 bytes of Z each) is what: reductions, counts, picks."""
+        """The meaning of each result (8 bytes of Z): reductions, counts, picks."""
         self.values: dict[object, str] = {}
         """Texts of the entries of I, for the host."""
         self.sizes: list[tuple[object, str]] = []
