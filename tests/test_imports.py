@@ -83,8 +83,9 @@ MAY_IMPORT = {
 # Room: outside packages that it must do without.
 MAY_NOT_USE = {"ground": {"torch"}, "graphs": {"torch"}, "secopa": {"torch"}}
 
-# Methods of named tuples, which are public in spite of their underscore.
-NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
+# Methods of named tuples, which are public in spite of their underscore, and the values of a
+# sparse torch tensor that is not coalesced, which have no public name.
+NOT_OURS = {"_asdict", "_fields", "_make", "_replace", "_values"}
 
 # What `import hipress` must not load.
 LAZY = {
@@ -194,7 +195,7 @@ def private_uses(sources: dict[str, str]) -> list[str]:
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hipress"):
                 used = [alias.name for alias in node.names]
             for name in used:
-                if name in NAMED_TUPLE or not re.match(r"_[a-z]", name, re.I):
+                if name in NOT_OURS or not re.match(r"_[a-z]", name, re.I):
                     continue
                 if name in others - defined[room]:
                     found.append(f"{module}:{node.lineno} ({room}) uses the private name {name}")

@@ -26,7 +26,8 @@ DETACHED = [
 ]  # fmt: skip
 SCALED = ["onebit", "dgc(ratio=0.05)", "dgc(ratio=0.05, weight_decay=0.5)"]
 RATES = [0.05, 0.05, 0.02, 0.02, 0.08]
-TIMEOUT_S = 5
+TIMEOUT_S = 60
+"""Far longer than it takes to notice a dead rank."""
 EXEMPT = "one dimension (norm or bias)"
 
 ROUNDING = 1e-6
