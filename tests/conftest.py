@@ -61,6 +61,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_group(item, params)))
     if getattr(config.option, "loadgroup", False):
+        if items and not hasattr(items[0], "_nodeid"):
+            raise pytest.UsageError(
+                "this version of pytest-xdist cannot group tests with this version of pytest; "
+                "install both from constraints.txt."
+            )
         first = {name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: first.get(_name(item), len(first)))
 
