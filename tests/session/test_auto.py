@@ -270,7 +270,7 @@ def test_every_change_is_a_line(told):
     lines = run(told, "chosen")["lines"]
     assert lines == [
         "auto, step 0: the first 5 steps run uncompressed so that they can be timed; then plans "
-        "with bf16, fp16, int8 are tried.",
+        "with bf16, int8 are tried.",
         lines[1],
     ]
     assert lines[1].endswith(": onebit by ps: 50 ms a step against 100 ms plain.")

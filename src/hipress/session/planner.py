@@ -43,7 +43,7 @@ def allowed(
 
     Example:
         >>> allowed(None, None), allowed(["onebit"], None)
-        (('bf16', 'fp16', 'int8'), ('onebit',))
+        (('bf16', 'int8'), ('onebit',))
     """
     Budget.read(budget)
     if codecs is None:
