@@ -71,8 +71,8 @@ def test_candidates_send_tiny_gradients(name):
         assert not mean.any() and error == 1.0
         assert name not in PASSED
     else:
-        # Rounding at random leaves an error that falls with the square root of the rounds; residuals
-        # are still to come; terngrad cuts off elements above 2.5 standard deviations, the 0.16.
+        # Random rounding leaves an error that falls with the square root of the rounds, residuals
+        # are still to come, and terngrad clips to 2.5 standard deviations (0.16).
         assert error < 0.2
 
 

@@ -41,7 +41,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         listener = bind_loopback()
         port = listener.getsockname()[1]

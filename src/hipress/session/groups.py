@@ -165,7 +165,7 @@ def loopback_store(found: RankEnvironment, timeout: timedelta | None = None) -> 
 
     torch would bind it to every network card. Under torchrun it is torchrun that serves it.
     """
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.constants import default_pg_timeout
 
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -179,7 +179,7 @@ def loopback_store(found: RankEnvironment, timeout: timedelta | None = None) -> 
             f"MASTER_PORT {found.master_port} of {LOOPBACK} cannot be used ({error.strerror}); "
             "choose one that no other program listens on."
         ) from error
-    return dist.TCPStore(
+    return TCPStore(
         LOOPBACK,
         found.master_port,
         found.num_ranks,
