@@ -418,7 +418,6 @@ def pair(rank, num_ranks):
     return {
         "modes": [one[1].stats().auto.mode for one in (first, second)],
         "reasons": [one[1].stats().auto.reason for one in (first, second)],
-        "measured": [one[1].auto._planner.num_measured for one in (first, second)],
         "bits": [bits(one[0].module) for one in (first, second)],
     }
 
