@@ -18,6 +18,8 @@ from hipress.errors import UsageError
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """Each library of torch that opens sockets has its own variable for the network card."""
+LOOPBACK = "127.0.0.1"
+"""Where ranks of one host meet: no other host reaches it."""
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Below the ports that Linux hands out by itself, from 32768 on."""
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -303,7 +305,11 @@ def _bad_node_list(text: str) -> UsageError:
 
 
 def with_defaults(
-    environ: Mapping[str, str], *, python_folder: str, one_thread: bool
+    environ: Mapping[str, str],
+    *,
+    python_folder: str,
+    one_thread: bool,
+    interface: str | None = None,
 ) -> dict[str, str]:
     """Return the variables for a new rank: those given, and defaults for what they leave out.
 
@@ -312,6 +318,7 @@ def with_defaults(
         python_folder: Comes first in PATH: `python` is the one that runs hipress, also where its
             environment is not activated.
         one_thread: Whether ranks share the cores of a machine, so that each gets one thread.
+        interface: The network card that ranks use; None leaves the choice to each library.
     """
     defaults = {
         "PYTHONUNBUFFERED": "1",  # or what a rank printed is lost when it is ended
@@ -320,12 +327,27 @@ def with_defaults(
     }
     if one_thread:
         defaults["OMP_NUM_THREADS"] = "1"  # as torchrun, which says so at length
+    if interface is not None:
+        defaults.update(dict.fromkeys(INTERFACE_VARIABLES, interface))
     path = environ.get("PATH")
     return {**defaults, **environ, "PATH": f"{python_folder}:{path}" if path else python_folder}
 
 
 def free_port() -> int:
     """Return a port that no program of this machine uses at the moment."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+    with bind_loopback() as sock:
         return int(sock.getsockname()[1])
+
+
+def bind_loopback(port: int = 0) -> socket.socket:
+    """Return a socket that is bound to a port of 127.0.0.1; 0 finds a free one."""
+    sock = socket.socket()
+    try:
+        if port:
+            # Connections of an earlier job that are only remembered do not count.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((LOOPBACK, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import hipress as hipress_package
+
 HERE = Path(__file__).parent
+SOURCE = Path(hipress_package.__file__).parents[1]
+"""Where the hipress under test is imported from, which need not be the one that is installed."""
 
 
 def hipress(**constants):
@@ -33,7 +37,7 @@ exec sh -c "$1"
 @pytest.fixture
 def without_torch():
     """The environment in which torchrun is the stand-in: quick, and without restarts."""
-    return {**os.environ, "PYTHONPATH": str(HERE / "stand_in")}
+    return {**os.environ, "PYTHONPATH": f"{HERE / 'stand_in'}:{SOURCE}"}
 
 
 def hear_signals():

@@ -170,8 +170,9 @@ def test_torchrun_with_restarts_sorts_hosts_as_they_were_given():
 
 def test_torchrun_on_this_machine_needs_no_port():
     argv = torchrun.command_line(node(master_addr="", master_port=0), "socket", ["x"], "/l")
-    assert "--standalone" in argv
-    assert not any(word.startswith("--rdzv-endpoint") for word in argv)
+    assert "--rdzv-backend=hipress" in argv
+    assert "from hipress.launch.standalone import main" in argv[2]
+    assert "--rdzv-endpoint=127.0.0.1:0" in argv
 
 
 def test_the_command_of_ssh():

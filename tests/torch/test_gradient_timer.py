@@ -209,3 +209,22 @@ def test_ranks_are_put_together_by_medians():
     found = merged([one(1, 1, 2), one(3, 5, 3), one(2, 4, 1)])
     assert (found.forward_s, found.backward_s) == (2, 4)
     assert [(g.name, g.ready_s) for g in found.gradients] == [("b", 2), ("a", 4)]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_of_another_model_counts_for_nothing(again):
+    """Catches: ready times of a model that contain the work of another one."""
+    model = Net()
+    with time_gradients(model) as seen:
+        for _ in range(3):
+            loss = model(torch.ones(2, 4)).sum()
+            burn(4 * BURN_S)
+            seen.resume()
+            if again:
+                loss = model(torch.ones(2, 4)).sum()
+            loss.backward()
+            seen.end_step()
+    found = seen.profile()
+    assert BURN_S <= found.backward_s < 3 * BURN_S
+    assert found.gradients[0].ready_s < BURN_S
+    assert found.forward_s < BURN_S

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from hipress import settings
 from hipress.errors import HipressError
+from hipress.session.groups import make_group
 from hipress.session.replicas import digest
 
 INTERFACE = "eth0"
@@ -137,7 +138,7 @@ def run_rank(main: Callable[[str], Any]) -> None:
     """
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo")
+        make_group("gloo")
         found = main(sys.argv[1])
         if dist.get_rank() == 0:
             Path(json.loads(sys.argv[1])["result"]).write_text(json.dumps(found))

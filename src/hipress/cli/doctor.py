@@ -8,6 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -88,6 +89,8 @@ def doctor(
 
 def examine() -> Facts:
     """Returns everything the doctor knows, as plain values ready for JSON."""
+    from hipress.compll.build import folder_problem
+
     torch, devices = machine.torch_facts()
     numba = machine.import_facts("numba")
     triton = machine.package_version("triton")
@@ -105,11 +108,14 @@ def examine() -> Facts:
         choice = cuda if wanted == "gpu" and cpu["backend"] is None else cpu
         if choice["backend"] is None:
             problems.append(choice["why"])
-    if {cpu["backend"], cuda["backend"]} & {"cpu", "gpu"} and cache and not cache["writable"]:
-        problems.append(
-            f"the cache folder cannot be written ({cache['error']}); "
-            f"set {settings.CACHE_DIR.name} to a folder that can"
-        )
+    if {cpu["backend"], cuda["backend"]} & {"cpu", "gpu"} and cache:
+        if not cache["writable"]:
+            problems.append(
+                f"the cache folder cannot be written ({cache['error']}); "
+                f"set {settings.CACHE_DIR.name} to a folder that can"
+            )
+        elif unsafe := folder_problem(Path(cache["path"])):
+            problems.append(unsafe.removesuffix("."))
     return {
         "ok": not problems,
         "problems": problems,

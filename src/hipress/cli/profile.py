@@ -189,7 +189,7 @@ def _in_job(benchmark: ProfileBenchmark) -> Profile | None:
 
     from hipress.bench.profile import measure
     from hipress.launch import join
-    from hipress.session.groups import engine_of
+    from hipress.session.groups import engine_of, make_group
     from hipress.train.ranks import choose_device
 
     world = join()
@@ -198,7 +198,7 @@ def _in_job(benchmark: ProfileBenchmark) -> Profile | None:
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend)
+    make_group(backend)
     if world.rank == 0:
         with ui.progress_bar(1) as begin:
             move = begin(f"{world.size} ranks")

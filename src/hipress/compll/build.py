@@ -3,6 +3,9 @@
 Generated code lives in real files under the cache directory: numba keeps its compiled form beside
 them, and a debugger can step through. A file is named by the hash of what it is made from, and
 written under another name first, so that many ranks may build the same one at once.
+
+Source that is run never comes from the cache: a file with other content is written anew. numba's
+files are pickles that are loaded from there, so a folder that other users can write is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import hashlib
 import importlib.util
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -209,18 +213,25 @@ def renderer(backend: str) -> Renderer:
 
 
 def import_source(source: str, stem: str) -> ModuleType:
-    """Writes generated source to the cache and imports it."""
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    name = f"{stem}_{digest}"
+    """Writes generated source to the cache and imports it.
+
+    Raises:
+        BackendError: The folder cannot be written, or other users can write it.
+    """
+    content = source.encode()
+    name = f"{stem}_{hashlib.sha256(content).hexdigest()[:16]}"
     folder = settings.cache_dir() / "kernels"
     path = folder / f"{name}.py"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
+        make_folder(folder.parent)
+        make_folder(folder)
+        if problem := folder_problem(folder.parent):
+            raise BackendError(problem)
+        if not path.exists() or path.read_bytes() != content:
             # Not mkstemp, whose file other users cannot read, whatever the umask is.
             temporary = folder / f"{name}.{secrets.token_hex(8)}.tmp"
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(source)
+            with open(temporary, "xb") as file:
+                file.write(content)
             os.replace(temporary, path)
     except OSError as error:
         raise BackendError(
@@ -228,11 +239,47 @@ def import_source(source: str, stem: str) -> ModuleType:
             "set HIPRESS_CACHE_DIR to a folder that can be written."
         ) from error
     spec = importlib.util.spec_from_file_location(f"hipress_kernels.{name}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # numba looks a cached function's module up by name
-    spec.loader.exec_module(module)
+    # Not by the loader, which would run a .pyc of the folder, or a file that has changed since.
+    exec(compile(content, str(path), "exec"), module.__dict__)
     return module
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder of the cache, for this user alone, if there is none."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def folder_problem(cache: Path) -> str:
+    """Returns why kernels in a cache folder must not be run; empty if they may.
+
+    Another user who can write there could put machine code of their own beside kernels. Symbolic
+    links are followed: what they lead to counts. Root may own a cache that others only read.
+    """
+    if not hasattr(os, "geteuid"):
+        return ""
+    kernels = cache / "kernels"
+    for folder in (cache, kernels, kernels / "__pycache__"):
+        try:
+            found = folder.stat()
+        except FileNotFoundError:
+            continue
+        # In a folder such as /tmp nobody can replace what belongs to others.
+        is_shared_safely = folder is cache and found.st_mode & stat.S_ISVTX
+        if found.st_uid not in (os.geteuid(), 0):
+            why = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+        elif found.st_mode & 0o022 and not is_shared_safely:
+            why = f"can be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
+        else:
+            continue
+        return (
+            f"the cache folder {folder} {why}, so the kernels in it may be anybody's and are not "
+            f"run; delete {kernels} and make the folder writable by you alone (chmod go-w), or set "
+            "HIPRESS_CACHE_DIR to a folder of your own."
+        )
+    return ""
 
 
 # Programs from files.

@@ -212,8 +212,10 @@ class Agent:
             {**os.environ, **env},
             python_folder=os.path.dirname(sys.executable),
             one_thread=node.slots > 1,
+            # No other host takes part, so none needs to reach these ranks.
+            interface=_loopback() if not node.master_addr else None,
         )
-        if node.max_restarts:
+        if node.max_restarts and node.master_addr:
             whole.update(torchrun.RESTART_VARIABLES)
         stdout, stderr = self._open_streams(None)
         try:
@@ -449,6 +451,11 @@ def _machine() -> str:
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))])
     except OSError:
         return ""
+
+
+def _loopback() -> str | None:
+    """Return the name of the network card of 127.0.0.1, or None where it has another."""
+    return "lo" if "lo" in {name for _, name in socket.if_nameindex()} else None
 
 
 def _missing_interfaces(env: dict[str, str]) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hipress import settings
-from hipress.environment import INTERFACE_VARIABLES
+from hipress.environment import INTERFACE_VARIABLES, LOOPBACK
 from hipress.errors import UsageError
 
 RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -68,7 +68,7 @@ def command_line(node: Node, agent_name: str, command: Sequence[str], log_folder
     return [
         sys.executable,
         "-c",
-        call_main("torch.distributed.run"),
+        call_main("torch.distributed.run" if node.master_addr else "hipress.launch.standalone"),
         f"--nnodes={node.num_nodes}",
         f"--nproc-per-node={node.slots}",
         f"--max-restarts={node.max_restarts}",
@@ -89,7 +89,12 @@ def command_line(node: Node, agent_name: str, command: Sequence[str], log_folder
 
 def _rendezvous(node: Node) -> list[str]:
     if not node.master_addr:
-        return ["--standalone", "--local-addr=127.0.0.1"]
+        # Without an endpoint torchrun warns that it has none; this rendezvous finds a port itself.
+        return [
+            "--rdzv-backend=hipress",
+            f"--rdzv-endpoint={LOOPBACK}:0",
+            f"--rdzv-id={node.job_id}",
+        ]
     address = f"[{node.master_addr}]" if ":" in node.master_addr else node.master_addr
     here = [f"--rdzv-endpoint={address}:{node.master_port}", f"--rdzv-id={node.job_id}"]
     if node.max_restarts == 0:

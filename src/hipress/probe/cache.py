@@ -15,6 +15,7 @@ import torch
 from hipress import settings
 from hipress.codecs.base import Codec
 from hipress.codecs.table import codec as named_codec
+from hipress.compll.build import make_folder
 from hipress.version import __version__
 
 Points = dict[str, list[tuple[int, float]]]
@@ -71,7 +72,7 @@ class Cache:
         held = self._read()
         held.update({self._key(name): points for name, points in measured.items()})
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             fresh = Path(f"{self.path}.{os.getpid()}")
             fresh.write_text(json.dumps(held))
             fresh.replace(self.path)  # atomic: another job may read it

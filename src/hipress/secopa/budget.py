@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from hipress.errors import UsageError
 from hipress.profile import GradientProfile, Profile
 
-CAREFUL = ("bf16", "fp16", "int8")
-"""A message has an error of at most 1 %; no difference was seen with any model or optimizer."""
+CAREFUL = ("bf16", "int8")
+"""A message has an error of at most 1 %, however small gradients are; no difference was seen with
+any model or optimizer."""
 
 PASSED = (
     *CAREFUL,
@@ -29,11 +30,14 @@ PASSED = (
     "dithering(levels=8)",
     "minmax(bits=4)",
 )
-"""Codecs within a point of accuracy on both data sets of the table. `dgc` and `momentum(...)` are
-too, but they apply momentum, which the optimizer must then not do; a user must name them."""
+"""Codecs within a point of accuracy on both data sets of the table. So are `fp16`, `dgc` and
+`momentum(...)`, which a user must name (`ONLY_NAMED`)."""
 
-MOMENTUM = re.compile(r"(dgc|momentum)\b")
-"""Matches the beginning of codecs that apply momentum."""
+ONLY_NAMED = re.compile(r"(dgc|momentum|fp16|tbq)\b")
+"""Matches the beginning of codecs that a user must name: `dgc` and `momentum(...)` apply momentum,
+which the optimizer must then not do. `fp16` sends zero for elements below 3e-8 and keeps no
+residual, and `tbq` has a threshold in units of the gradient; under Adam, which learns from
+gradients of any size, such a layer would stop learning."""
 
 BUDGETS = {"careful": CAREFUL, "table": PASSED}
 
@@ -44,13 +48,13 @@ class Budget:
 
     Example:
         >>> Budget.read("careful").codecs
-        ('bf16', 'fp16', 'int8')
+        ('bf16', 'int8')
         >>> Budget.read("0.1").bound
         0.1
     """
 
     codecs: tuple[str, ...] | None = PASSED
-    """Codecs that may be used; None stands for all that were measured and apply no momentum."""
+    """Codecs that may be used; None stands for all that were measured but `ONLY_NAMED`."""
     bound: float | None = None
     """The largest error of a message, as a share of the gradient's norm."""
     name: str | None = None
@@ -114,7 +118,7 @@ class Budget:
             return tuple(dict.fromkeys(name for name in asked if name != "none"))
         measured = [costs.codec for costs in profile.codecs if costs.codec != "none"]
         if self.codecs is None:
-            return tuple(name for name in measured if not MOMENTUM.match(name))
+            return tuple(name for name in measured if not ONLY_NAMED.match(name))
         return tuple(name for name in measured if name in self.codecs)
 
     def reason(self, gradient: GradientProfile, codec: str, error: float) -> str:

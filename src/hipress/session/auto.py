@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.transport import LinkError
-from hipress.errors import AgreementError, PeerError
+from hipress.errors import AgreementError, PeerError, UsageError
 from hipress.plan import Plan
 from hipress.session.mode import Mode
 from hipress.session.planner import Planner
@@ -29,6 +30,8 @@ from hipress.session.policy import (
     Limits,
     Outcome,
     Policy,
+    Turn,
+    Turns,
     first_directive,
 )
 from hipress.session.selection import UNDECIDED
@@ -43,6 +46,10 @@ MAX_CANDIDATES = 3
 """Number of plans that are tried at once."""
 KEPT_PLANS = 8
 ALONE = "one rank has no other rank to send to"
+TURNS = Turns()
+"""The models of this process try plans one after the other."""
+_running: weakref.WeakSet[Auto] = weakref.WeakSet()
+"""All that time steps in this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,8 @@ class Auto:
     def __init__(self, planner: Planner, limits: Limits | None = None) -> None:
         self.phase, self.reason = "measure", FIRST_REASON
         self.num_switches = 0
-        self.is_alone = False
+        self.is_idle = False
+        """Whether there is nothing to decide: plain all-reduce is used."""
         self._planner = planner
         self._limits = limits or Limits()
         self._plans: dict[int, Plan] = {}
@@ -83,6 +91,8 @@ class Auto:
         self._clock: StepClock | None = None
         """Only rank 0 has a policy and a clock."""
         self._stop_clock: Callable[[], None] = lambda: None
+        self._turn: Turn | None = None
+        self._is_exchanging = False
         self._num_plans = 0
         self._directive = first_directive(0)
         self._left = 0
@@ -90,6 +100,8 @@ class Auto:
         self._upcoming: Directive | None = None
         self._posted_plan: int | None = None
         """Epoch of the plan that every rank has."""
+        self._problem = ""
+        """Why no plan could be made."""
         self._log_step = 0
 
     def start(self, session: Session) -> None:
@@ -100,33 +112,48 @@ class Auto:
         self._directive = first_directive(steps)
         self._left = steps
         if engine.transport.num_ranks == 1:
-            self.is_alone = True
-            self.phase, self.reason = "plain", ALONE
+            self._stay_plain(ALONE)
             self._say(f"{ALONE}: nothing is compressed.")
             return
+        told = engine.agree("the start of auto", {}, share=self._planner.begin(session))
+        if problem := next(filter(None, told), ""):
+            self._planner.end()
+            self._stay_plain(problem)
+            if engine.transport.rank == 0:
+                _log.warning("auto: %s: nothing is compressed.", problem)
+            return
+        _running.add(self)
         if engine.transport.rank == 0:
             self._clock = StepClock(engine.device)
             self._stop_clock = session.adapter.observe(self._clock)
-            self._policy = Policy(self._limits, self._say)
+            self._turn = Turn(TURNS, lambda: engine.is_closed)
+            self._policy = Policy(self._limits, self._say, turn=self._turn)
             self._policy.first()
             self._say(
                 f"the first {steps} steps run uncompressed so that they can be timed; then plans "
                 f"with {', '.join(self._planner.codecs)} are tried."
             )
-        self._planner.begin(session)
 
     def stop(self) -> None:
         """Ends all measuring: the session is being detached."""
         self._planner.end()
         self._stop_clock()
+        _running.discard(self)
+        if self._turn is not None:
+            self._turn.end()
+
+    def _stay_plain(self, reason: str) -> None:
+        self.is_idle = True
+        self.phase, self.reason = "plain", reason
 
     # --- a step -----------------------------------------------------------------------------------
 
     def begin(self, session: Session) -> tuple[Mode, Plan | None]:
         """Returns the mode and the plan of the step that begins; all ranks switch here."""
         self._log_step = session.step
-        if self.is_alone:
+        if self.is_idle:
             return Mode.PLAIN, None
+        self._is_exchanging = True
         if self._left == 0:
             self._advance(session)
         self._left -= 1
@@ -153,12 +180,25 @@ class Auto:
     def end(self, engine: Engine) -> None:
         """Ends a step that went well."""
         self._log_step += 1
+        self._is_exchanging = False
         if self._policy is None or self._clock is None:
             return
         self._clock.end()
         if self._left == 0:
             times = self._clock.read(wait=self._directive.waits)
             self._post(engine, self._policy.next(Outcome(times)))
+
+    def resume(self) -> None:
+        """Notes that the step of another model of this process has ended.
+
+        What this model has done before, such as a forward pass whose output the other was trained
+        with, is then no part of its step; unless its own exchange is under way.
+        """
+        if self._is_exchanging:
+            return
+        self._planner.resume()
+        if self._clock is not None:
+            self._clock.resume()
 
     def _advance(self, session: Session) -> None:
         """Takes the next directive, measuring first as long as it asks for that."""
@@ -168,7 +208,7 @@ class Auto:
                 return
             profile = self._measure(session)
             if self._policy is not None:
-                outcome = Outcome(candidates=self._candidates(profile))
+                outcome = Outcome(candidates=self._candidates(profile), problem=self._problem)
                 self._post(session.engine, self._policy.next(outcome))
 
     def _measure(self, session: Session) -> Any:
@@ -224,10 +264,13 @@ class Auto:
 
     def _candidates(self, profile: Any) -> list[Candidate]:
         """Returns numbered plans that may pay; a plan that is known keeps its number."""
+        self._problem = ""
         try:
             found = self._planner.shortlist(profile)[:MAX_CANDIDATES]
         except Exception as error:  # a job must not end because there is no plan
-            _log.warning("auto: no plan could be made (%s: %s).", type(error).__name__, error)
+            kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+            self._problem = f"no plan could be made ({kind}{error})"
+            _log.warning("auto: %s.", self._problem)
             return []
         candidates = []
         for one in found:
@@ -284,3 +327,10 @@ class Auto:
     def _say(self, line: str) -> None:
         """Logs a line; only rank 0 has a policy that calls this after the start."""
         _log.info("auto, step %d: %s", self._log_step, line)
+
+
+def note_step_end(own: Auto | None) -> None:
+    """Tells all other models of this process that a step of one has ended."""
+    for one in tuple(_running):
+        if one is not own:
+            one.resume()

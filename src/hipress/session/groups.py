@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import threading
 import weakref
 from datetime import timedelta
@@ -20,7 +21,7 @@ from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.transport import GroupTransport, Sockets, open_sockets
 from hipress.casync.ranks.agreement import Agreement
 from hipress.codecs.base import Codec
-from hipress.environment import read_environment
+from hipress.environment import LOOPBACK, RankEnvironment, bind_loopback, read_environment
 from hipress.errors import UsageError
 from hipress.version import __version__
 
@@ -126,21 +127,29 @@ def init(backend: str | None = None) -> None:
     if backend is None:
         has_gpu = torch.cuda.is_available() and found.local_rank < torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if has_gpu and dist.is_nccl_available() else "gloo"
-    timeout = timedelta(seconds=settings.timeout_s())
-    if found.launcher == "none":
-        dist.init_process_group(backend, store=_own_store(), rank=0, world_size=1)
-        return
-    if found.launcher == "torchrun":
+    make_group(backend, timedelta(seconds=settings.timeout_s()))
+
+
+def make_group(backend: str, timeout: timedelta | None = None) -> None:
+    """Makes torch's process group of all ranks that a launcher has started.
+
+    Args:
+        backend: Backend of torch.distributed.
+        timeout: Timeout of the group; torch's default if None.
+    """
+    import torch.distributed as dist
+
+    found = read_environment()
+    store = _own_store() if found.launcher == "none" else loopback_store(found, timeout)
+    if store is None and found.launcher == "torchrun":
         # torchrun may serve the store itself, which only torch's own reading knows.
         dist.init_process_group(backend, timeout=timeout)
         return
-    address = f"tcp://{found.master_addr}:{found.master_port}"
+    where: dict[str, Any] = {"store": store}
+    if store is None:
+        where = {"init_method": f"tcp://{found.master_addr}:{found.master_port}"}
     dist.init_process_group(
-        backend,
-        init_method=address,
-        rank=found.rank,
-        world_size=found.num_ranks,
-        timeout=timeout,
+        backend, rank=found.rank, world_size=found.num_ranks, timeout=timeout, **where
     )
 
 
@@ -149,6 +158,35 @@ def _own_store() -> Any:
     from torch._C._distributed_c10d import HashStore
 
     return HashStore()
+
+
+def loopback_store(found: RankEnvironment, timeout: timedelta | None = None) -> Any:
+    """Returns the store of ranks that meet at 127.0.0.1, or None where torch makes the store.
+
+    torch would bind it to every network card. Under torchrun it is torchrun that serves it.
+    """
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.constants import default_pg_timeout
+
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if found.master_addr != LOOPBACK or is_served:
+        return None
+    is_server = found.rank == 0
+    try:
+        listener = bind_loopback(found.master_port) if is_server else None
+    except OSError as error:
+        raise UsageError(
+            f"MASTER_PORT {found.master_port} of {LOOPBACK} cannot be used ({error.strerror}); "
+            "choose one that no other program listens on."
+        ) from error
+    return TCPStore(
+        LOOPBACK,
+        found.master_port,
+        found.num_ranks,
+        is_server,
+        default_pg_timeout if timeout is None else timeout,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
 
 
 def as_tensor(array: Any, name: str) -> torch.Tensor:

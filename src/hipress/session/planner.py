@@ -14,6 +14,7 @@ from hipress.probe.cache import Points
 from hipress.profile import Machine, ModelProfile, Profile
 from hipress.secopa import search
 from hipress.secopa.budget import BUDGETS, CAREFUL, PASSED, Budget
+from hipress.session.selection import can_take
 from hipress.session.timing import MODEL_TIMES, GradientTimer, merged
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ FOR_PLAIN_SGD = ("onebit",)
 """Codecs that, besides the careful ones, train well under SGD without momentum."""
 LINKS_S, SEARCH_S = 1.5, 2.0
 """Approximate seconds for measuring links, and for searching plans."""
+EXEMPT = "no gradient may be compressed (see sync.skipped)"
+"""Why there is nothing to plan."""
 UNCOUNTED_STEPS = 2
 """DDP builds its buckets in the first steps, so they do not count."""
 DIGITS = 4
@@ -43,7 +46,7 @@ def allowed(
 
     Example:
         >>> allowed(None, None), allowed(["onebit"], None)
-        (('bf16', 'fp16', 'int8'), ('onebit',))
+        (('bf16', 'int8'), ('onebit',))
     """
     Budget.read(budget)
     if codecs is None:
@@ -81,18 +84,30 @@ class Planner:
         self._search_s = SEARCH_S
         self._model: ModelProfile | None = None
         self._reasons: dict[str, str] = {}
+        self._problem = ""
+        """Why the measurements cannot be planned with."""
 
-    def begin(self, session: Session) -> None:
-        """Starts to time the model, before the first step."""
+    def begin(self, session: Session) -> str:
+        """Starts to time the model, before the first step; returns why no plan can be made.
+
+        Gradients that no codec takes are summed by torch with every plan, so plans leave them out.
+        """
+        if all(session.rules.choice(g.spec).reason for g in session.gradients.values()):
+            return EXEMPT
         if not session.adapter.can_observe:
-            return
+            return "there is no model to time"
+        specs = [g.spec for g in session.gradients.values() if can_take(g.spec)]
         try:
-            self._timer = GradientTimer(g.spec for g in session.gradients.values())
+            self._timer = GradientTimer(specs)
         except UsageError as error:
-            if session.engine.transport.rank == 0:
-                _log.warning("auto: no plan can be made: %s", error)
-            return
+            return str(error).removesuffix(".")
         self._stop_timer = session.adapter.observe(self._timer)
+        return ""
+
+    def resume(self) -> None:
+        """Notes that the step of another model has ended before backward of this one began."""
+        if self._timer is not None:
+            self._timer.resume()
 
     def end(self) -> None:
         """Stops timing the model."""
@@ -117,23 +132,28 @@ class Planner:
                 engine,
                 names,
                 num_machine_ranks=self._machine.num_ranks,
-                most_numel=max(g.numel for g in session.gradients.values()),
+                most_numel=max(g.numel for g in session.gradients.values() if can_take(g.spec)),
                 barrier=links.barrier(engine),
             )
         try:  # no rank waits for this one any more, so an error costs a plan and not the job
             costs = codec_costs.fitted(engine, names, self._points)
             return Profile(machine=self._machine, network=network, codecs=costs, model=self._model)
         except Exception as error:
-            if engine.transport.rank == 0:
-                _log.warning(
-                    "auto: the measurements make no profile (%s: %s).", type(error).__name__, error
-                )
+            self._problem = f"the measurements make no profile: {type(error).__name__}: {error}"
             return None
 
     def shortlist(self, profile: Profile | None) -> Sequence[search.Candidate]:
-        """Returns plans that may be faster than plain all-reduce, the best first; on rank 0."""
-        if profile is None or profile.model is None or not profile.model.gradients:
-            return []
+        """Returns plans that may be faster than plain all-reduce, the best first; on rank 0.
+
+        Raises:
+            UsageError: The measurements cannot be planned with.
+        """
+        if profile is None:
+            raise UsageError(self._problem)
+        if profile.model is None:
+            raise UsageError("a rank has timed no whole step")
+        if not profile.model.gradients:
+            raise UsageError("no gradient is computed in every step")
         return search.shortlist(
             profile,
             codecs=self.codecs,
@@ -162,7 +182,8 @@ class Planner:
         }
         if own is None or not of_all or any(one is None for one in of_all):
             return None
-        found = combined(own, names, of_all)
+        # A step of auto ends with its exchange: what a program does afterwards is no part of it.
+        found = combined(own, names, of_all).model_copy(update={"rest_s": 0.0})
         known = {gradient.name for gradient in found.gradients}  # some are not in every step
         buckets = [
             tuple(one for one in names if one in known) for names in session.layout.bucket_names

@@ -96,6 +96,72 @@ class Outcome:
 
     times: Sequence[float] = ()
     candidates: Sequence[Candidate] = ()
+    problem: str = ""
+    """Why no plan could be made; planning again would not help."""
+
+
+class Turns:
+    """Lets the models of one process try plans one after the other.
+
+    Models that one backward pass trains, such as the two of a GAN, have steps that overlap, so a
+    trial of one would show in the step times of the other. Nobody waits in `take`: a policy that
+    has no turn goes on with what it uses.
+    """
+
+    PATIENCE = 32
+    """A holder that does nothing while others ask this often is taken for gone."""
+
+    def __init__(self) -> None:
+        self.holder: Turn | None = None
+        self.num_taken = 0
+        self.num_refused = 0
+        """How often others have asked since the holder last did something."""
+
+
+class Turn:
+    """The turn of one policy.
+
+    Args:
+        turns: Shared with the other policies of the process.
+        is_over: Returns whether the model of this policy is not trained any more.
+    """
+
+    def __init__(
+        self, turns: Turns | None = None, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._turns = turns or Turns()
+        self._is_over = is_over
+
+    def take(self) -> bool:
+        """Takes the turn unless another policy has it; returns whether this one has it now."""
+        turns = self._turns
+        if turns.holder is self:
+            return True
+        if self._is_taken() and turns.num_refused < Turns.PATIENCE:
+            turns.num_refused += 1
+            return False
+        turns.holder = self
+        turns.num_taken += 1
+        turns.num_refused = 0
+        return True
+
+    def end(self) -> None:
+        """Gives the turn back, if this policy has it."""
+        if self._turns.holder is self:
+            self._turns.holder = None
+
+    def use(self) -> None:
+        """Notes that this policy is still there."""
+        if self._turns.holder is self:
+            self._turns.num_refused = 0
+
+    def others(self) -> tuple[int, bool]:
+        """Returns how many turns there were so far, and whether another policy has one now."""
+        return self._turns.num_taken, self._is_taken()
+
+    def _is_taken(self) -> bool:
+        holder = self._turns.holder
+        return holder is not None and holder is not self and not holder._is_over()
 
 
 Directives = Generator[Directive, Outcome, None]
@@ -115,6 +181,7 @@ class Policy:
         limits: Durations and thresholds.
         say: Called with one sentence for every change of the choice.
         clock: Returns seconds.
+        turn: Of the policies of this process, only the one that has its turn tries plans.
 
     Example:
         >>> from hipress.session.policy import Limits, Outcome, Policy
@@ -130,7 +197,9 @@ class Policy:
         limits: Limits | None = None,
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
+        turn: Turn | None = None,
     ) -> None:
+        self._turn = turn or Turn()
         self.limits = limits or Limits()
         self._say = say
         self._clock = clock
@@ -147,6 +216,8 @@ class Policy:
         self._replan_after = 0.0
         """Time from which planning may be tried again."""
         self._num_unchanged = 0
+        self._problem = ""
+        """Why no plan could be made when it was last tried."""
         self._directives = self._phases()
 
     def first(self) -> Directive:
@@ -162,21 +233,26 @@ class Policy:
     def _phases(self) -> Directives:
         limits = self.limits
         outcome = yield self._directive(None, limits.first_steps, phase="measure")
+        has_waited = False
+        while not self._turn.take():
+            has_waited = True
+            yield self._directive(None, limits.look_every[0], phase="measure", waits=False)
+        if has_waited:
+            outcome = yield self._directive(None, limits.block[0] + 2, phase="measure")
         known: Times = {None: list(outcome.times[2:] or outcome.times)}
-        candidates = (yield self._directive(None, 0, measures=True, phase="measure")).candidates
+        candidates = yield from self._measure(keeps_state=False)
         times = yield from self._trial(candidates, known, is_old=True)
         # Without candidates the first steps are no reference for those to come.
         self._choose(times if candidates else {}, "")
         while True:
+            self._turn.end()
             why, recent = yield from self._watch()
             if not why:
                 continue
             began, before = self._clock(), self._epoch
             self._say(f"{why}: it measures and plans again.")
             self._reason = why
-            candidates = (
-                yield self._directive(None, 0, measures=True, keeps_state=True, phase="measure")
-            ).candidates
+            candidates = yield from self._measure(keeps_state=True)
             times = yield from self._trial(candidates, {before: recent}, is_old=False)
             self._choose(times, f"{why}, and ")
             # Planning that changes nothing must stay a small share of all time, so each such
@@ -188,6 +264,14 @@ class Policy:
             self._replan_after = self._clock() + (
                 rest / limits.replan_share / 2 if self._num_unchanged else 2 * rest
             )
+
+    def _measure(self, *, keeps_state: bool) -> Generator[Directive, Outcome, Sequence[Candidate]]:
+        """Lets all ranks measure; returns plans that may pay."""
+        outcome = yield self._directive(
+            None, 0, measures=True, keeps_state=keeps_state, phase="measure"
+        )
+        self._problem = outcome.problem
+        return outcome.candidates
 
     def _trial(
         self, candidates: Sequence[Candidate], known: Times, *, is_old: bool
@@ -242,7 +326,7 @@ class Policy:
         plain = median(times[None]) if times.get(None) else math.nan
         best = _fastest(times)
         if best is None:
-            text = "no plan is expected to be faster than plain all-reduce"
+            text = self._problem or "no plan is expected to be faster than plain all-reduce"
             self._epoch = None
         elif is_faster(times[best], times[None], self.limits.gain):
             self._epoch = best
@@ -255,7 +339,8 @@ class Policy:
         self._times, self._reason = times, text
         self._pairs.clear()
         same = "still " if why and self._epoch == before else ""
-        self._say(f"{why}{same}{text}.")
+        if not (self._problem and best is None):  # who made no plan has said so
+            self._say(f"{why}{same}{text}.")
 
     def _watch(self) -> Generator[Directive, Outcome, tuple[str, list[float]]]:
         """Runs the choice; returns the reason to plan again (empty if none) and recent times."""
@@ -270,8 +355,14 @@ class Policy:
             every = limits.close_every
         wait = every[0]
         while True:
+            others = self._turn.others()
             times = (yield self._run(ref)).times
             since += len(times)
+            if self._turn.others() != others or others[1]:
+                # Another model of this process tried plans, which these times may show.
+                window.clear()
+                num_beyond, skip = 0, max(0, skip - len(times))
+                continue
             for seconds in times[skip:]:
                 window.append(seconds)
                 if len(window) < limits.window:
@@ -283,15 +374,17 @@ class Policy:
             skip = max(0, skip - len(times))
             if num_beyond >= limits.in_a_row:
                 recent = list(window)[-4:]
-                if self._clock() >= self._replan_after:
+                if self._may_plan():
                     return _changed(ref, median(recent)), recent
                 if epoch is not None and since >= min(wait, every[0]):
                     since = wait  # compare a plan that became slow at once
-            if epoch is not None and window and since >= max(wait, self._control_steps(ref)):
+            is_due = epoch is not None and since >= max(wait, self._control_steps(ref))
+            if is_due and window and self._turn.take():
                 since, wait = 0, min(2 * wait, every[1])
                 ended = yield from self._control(list(window))
                 if ended is not None:
                     return ended
+                self._turn.end()
 
     def _control(
         self, own: list[float]
@@ -316,9 +409,13 @@ class Policy:
         now = median(plain)
         self._times[None] = plain if len(plain) > 2 else [before, *plain]
         is_changed = not limits.drift_down * before <= now <= limits.drift_up * before
-        if is_changed and self._clock() >= self._replan_after:
+        if is_changed and self._may_plan():
             return _changed(before, now, "a plain step"), own[-4:]
         return None
+
+    def _may_plan(self) -> bool:
+        """Returns whether planning again may help now; takes the turn for it if so."""
+        return not self._problem and self._clock() >= self._replan_after and self._turn.take()
 
     def _drop(self, plain: list[float], own: list[float]) -> None:
         """Returns to plain all-reduce."""
@@ -345,6 +442,7 @@ class Policy:
         waits: bool = True,
     ) -> Directive:
         self._number += 1
+        self._turn.use()
         if epoch is not None:
             self._state_epoch = epoch
         elif not (keeps_state or measures):

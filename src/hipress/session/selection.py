@@ -26,6 +26,11 @@ def takes(buffer: torch.Tensor) -> bool:
     return buffer.layout is torch.strided and buffer.dtype in DTYPES
 
 
+def can_take(spec: GradientSpec) -> bool:
+    """Returns whether codecs take the elements of a gradient."""
+    return not spec.is_sparse and spec.dtype in DTYPES
+
+
 NONE = named_codec("none")
 
 UNDECIDED = "auto"

@@ -25,7 +25,7 @@ from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.session import checkpoint, replicas, selection
 from hipress.session.adapter import Adapter, GradientSpec
-from hipress.session.auto import Auto
+from hipress.session.auto import Auto, note_step_end
 from hipress.session.buckets import Bucket, Gradient, Group
 from hipress.session.groups import as_tensor, engine_of
 from hipress.session.layout import Layout
@@ -440,6 +440,7 @@ class Session:
     def end_step(self) -> None:
         """Ends a step after the framework took the averages; raises what went wrong in it."""
         self.step += 1
+        note_step_end(self.auto)
         if self.mode.current is Mode.DETACHED:
             return
         if self._failure is not None:

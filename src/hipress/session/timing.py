@@ -66,6 +66,13 @@ class StepClock(StepObserver):
         if begin is not None:
             self._steps.append((begin, self._last))
 
+    def resume(self) -> None:
+        """Starts a begun step anew: what came before belongs to the step of another model."""
+        if self._begin is not None:
+            self._begin = self._now()
+        elif self._last is not None:
+            self._last = self._now()
+
     def restart(self) -> None:
         """Drops all times that were not read yet."""
         self._steps.clear()
@@ -107,6 +114,8 @@ class Step:
 
     begin: Moment
     forward_end: Moment | None = None
+    resumed: Moment | None = None
+    """When the step of another model ended between forward and backward."""
     ready: dict[str, Moment] = field(default_factory=dict)
     end: Moment | None = None
 
@@ -118,7 +127,7 @@ class GradientTimer(StepObserver):
     gradient is ready several times (accumulated over several backwards), the last time counts.
 
     Args:
-        specs: The gradients, all on one device.
+        specs: The gradients, all on one device; moments of others only tell when backward ends.
 
     Raises:
         UsageError: There is no gradient, or they are on several devices.
@@ -138,7 +147,7 @@ class GradientTimer(StepObserver):
     def forward_begin(self, trains: bool = True) -> None:
         """Starts a step, and ends the one before."""
         if self._step is not None:
-            if not self._step.ready:
+            if not self._step.ready and self._step.resumed is None:
                 return  # the model is called several times before backward
             self.end_step()
         if trains:
@@ -148,6 +157,11 @@ class GradientTimer(StepObserver):
         """Notes the end of the forward pass."""
         if self._step is not None and not self._step.ready:
             self._step.forward_end = self._now()
+
+    def resume(self) -> None:
+        """Leaves out of backward what came before: it belongs to the step of another model."""
+        if self._step is not None and not self._step.ready:
+            self._step.resumed = self._now()
 
     def gradient_ready(self, name: str) -> None:
         """Notes that a gradient has been computed."""
@@ -215,9 +229,9 @@ class GradientTimer(StepObserver):
             return max(_work_s(a, b, clock) * scale, 0.0)
 
         # Only gradients that every step had; a step does not wait for others.
-        shared = set.intersection(*(set(step.ready) for step in steps))
+        shared = set(self._specs).intersection(*(step.ready for step in steps))
         ready = {
-            one: statistics.median(work(_forward_end(step), step.ready[one]) for step in steps)
+            one: statistics.median(work(_backward_begin(step), step.ready[one]) for step in steps)
             for one in shared
         }
         totals = [work(step.begin, _end(step)) for step in steps]
@@ -238,7 +252,9 @@ class GradientTimer(StepObserver):
             batch=batch,
             element_bytes=next(iter(self._specs.values())).dtype.itemsize,
             forward_s=statistics.median(work(step.begin, _forward_end(step)) for step in steps),
-            backward_s=statistics.median(work(_forward_end(step), _last(step)) for step in steps),
+            backward_s=statistics.median(
+                work(_backward_begin(step), _last(step)) for step in steps
+            ),
             rest_s=statistics.median(work(_last(step), _end(step)) for step in steps),
             threads=1.0 if self._on_gpu else _threads(steps),
             error=statistics.median(abs(one - middle) / max(middle, 1e-12) for one in totals),
@@ -326,6 +342,10 @@ def _work_s(a: Moment, b: Moment, clock: str) -> float:
 def _forward_end(step: Step) -> Moment:
     assert step.forward_end is not None
     return step.forward_end
+
+
+def _backward_begin(step: Step) -> Moment:
+    return _forward_end(step) if step.resumed is None else step.resumed
 
 
 def _last(step: Step) -> Moment:

@@ -71,7 +71,7 @@ def attach(
         writer: A TensorBoard `SummaryWriter` that gets scalars with every log line.
         seed: Seed of the random numbers that some codecs draw; the same on all ranks.
         codecs: Codecs that auto may use; if None, those that are safe with the optimizer: `bf16`,
-            `fp16`, `int8`, and `onebit` where `optimizer` is SGD without momentum.
+            `int8`, and `onebit` where `optimizer` is SGD without momentum.
         budget: For auto: `careful`, `table` (all codecs that passed our convergence table), or the
             share of a gradient's norm by which one message may be wrong.
 

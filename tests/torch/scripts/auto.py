@@ -387,6 +387,71 @@ def refused(rank, num_ranks):
     return found
 
 
+def pair(rank, num_ranks):
+    """Two models, the second trained between forward and backward of the first; real clocks.
+
+    Their exchange seems to take a while: the plan of the first pays, that of the second does not.
+    """
+    Planner.lists = [[("onebit",)]]
+    setup.Planner, auto.Limits, auto.StepClock = Planner, lambda: CALM, StepClock
+
+    def attach(plain_s, plan_s):
+        ddp = wrap(mlp())
+        sync = hipress.attach(ddp)
+
+        def exchange(gradient):
+            time.sleep(plain_s if sync.plan is None else plan_s)
+
+        ddp.module[0].weight.register_hook(exchange)  # the last to be ready
+        return ddp, sync, torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+    first, second = attach(0.03, 0.01), attach(0.03, 0.09)
+    for step in range(70):
+        loss = (first[0](batch(rank, step)) - 1).pow(2).mean()
+        for one, make_loss in (
+            (second, lambda step=step: loss_of(second[0], rank, step)),
+            (first, lambda loss=loss: loss),
+        ):
+            one[2].zero_grad()
+            make_loss().backward()
+            one[2].step()
+    return {
+        "modes": [one[1].stats().auto.mode for one in (first, second)],
+        "reasons": [one[1].stats().auto.reason for one in (first, second)],
+        "bits": [bits(one[0].module) for one in (first, second)],
+    }
+
+
+def mixed(rank, num_ranks):
+    """A sparse table and a layer of float64 beside others, measured and planned for real."""
+
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(7)
+            self.table = torch.nn.Embedding(200, 64, sparse=True)
+            self.rest = mlp()
+            self.last = torch.nn.Linear(40, 4, dtype=torch.float64)
+
+        def forward(self, index):
+            return self.last(self.rest(self.table(index)).double())
+
+    lines = Lines()
+    logging.getLogger("hipress").handlers = [lines]
+    module = Mixed()
+    ddp = wrap(module)
+    sync = hipress.attach(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    compressed = set()
+    for step in range(20):
+        optimizer.zero_grad()
+        ddp(torch.arange(8) + 8 * rank + step).pow(2).mean().backward()
+        optimizer.step()
+        compressed |= {gradient.name for gradient in sync.layout.compressed}
+    return {"lines": lines.found, "skipped": sync.skipped, "compressed": sorted(compressed),
+            "bits": bits(module)}  # fmt: skip
+
+
 def adapts(rank, num_ranks, id):
     """All of it is real: trains until a plan has been in use for a while; tells of each step."""
     torch.set_num_threads(1)

@@ -18,7 +18,6 @@ def arguments():
     for name in ("max-restarts", "rdzv-backend", "rdzv-id", "local-addr", "rdzv-endpoint"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--log-dir", type=Path)
-    parser.add_argument("--standalone", action="store_true")
     parser.add_argument("--no-python", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
