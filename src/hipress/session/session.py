@@ -432,6 +432,7 @@ class Session:
                 # All gradients of a group have one learning rate.
                 lr_ratio=self._rate_ratios.get(group.names[0]) if group.wants_rate else None,
                 weights=self._weights(group) if group.wants_weights else None,
+                loss_scale=self.scale,
             )
             for group in bucket.groups
         ]
