@@ -115,6 +115,11 @@ class Auto:
             )
         self._planner.begin(session)
 
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Codecs that plans may use."""
+        return self._planner.codecs
+
     def stop(self) -> None:
         """Ends all measuring: the session is being detached."""
         self._planner.end()
