@@ -1,6 +1,7 @@
 """Scenarios of checkpoints under DDP, for a rank of a lab (see `tests/scenarios.py`)."""
 
 import copy
+import ctypes
 import resource
 import sys
 from pathlib import Path
@@ -191,6 +192,7 @@ def memory(rank, num_ranks, folder):
     def make(codec):
         return session.start({"w": gradient}, codec=codec)
 
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
     gradient = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(rank))
     sync = make("onebit")
     sync.average({"w": gradient})
