@@ -16,6 +16,7 @@ from hipress.casync.engine.engine import Options
 from hipress.casync.engine.exchange import Exchange
 from hipress.casync.engine.executors import Executor
 from hipress.casync.engine.loopback import Hub, Loopback
+from hipress.casync.engine.memory import clip_norm
 from hipress.casync.graphs import partitions
 from hipress.casync.graphs.graph import Kind
 from hipress.casync.graphs.strategies import STRATEGIES
@@ -887,3 +888,55 @@ def test_closing_leaves_no_thread_behind():
     run(3, sync_all("onebit", "ps", steps=1))
     left = [t for t in threading.enumerate() if t.ident not in before and t.is_alive()]
     assert not [thread.name for thread in left if thread.name.startswith("hipress")]
+
+
+# --- clipping -------------------------------------------------------------------------------------
+
+CLIP = "dgc(ratio=1.0, momentum=0.0, clip=2.0)"
+"""Sends all elements but the very smallest, so that the mean shows what was clipped."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("chunk_numel", [2**16, 2**21])
+def test_a_gradient_is_clipped_as_a_whole(num_ranks, chunk_numel):
+    """Catches: partitions that are clipped one by one, so that the norm grows with their number."""
+
+    def work(engine, rank):
+        value, small = gradient(LARGE, rank), 0.001 * gradient(100, rank)
+        engine.allreduce([value, small], codec=CLIP, name="g").wait()
+        return value, small
+
+    options = Options(chunk_numel=chunk_numel)
+    wanted = [gradient(LARGE, rank) for rank in range(num_ranks)]
+    wanted = mean_of([g * (2.0 / g.norm()) for g in wanted]).float()
+    small = mean_of([0.001 * gradient(100, rank) for rank in range(num_ranks)]).float()
+    for found in run(num_ranks, work, options=options):
+        torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[1], small, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_that_is_clipped_keeps_its_nan():
+    """Catches: a NaN that clipping hides from the other ranks, or an infinity that becomes zero."""
+
+    def work(engine, rank):
+        found = []
+        for bad in (torch.nan, torch.inf):
+            value = gradient(LARGE, rank)
+            value[7] = bad if rank == 1 else 0.0
+            engine.allreduce([value], codec=CLIP, name="g").wait()
+            found.append(bool(value[7].isnan()))
+        return found
+
+    assert run(2, work) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4, 1e30])
+def test_norms_are_clipped_in_every_dtype(dtype, size):
+    """Catches: squares that overflow, and a factor that is rounded to zero in 16 bits."""
+    size = min(size, torch.finfo(dtype).max / 8)
+    value = (size * gradient(4097, 0)).to(dtype)
+    wanted = value.double() * min(1.0, 0.5 / float(value.double().norm()))
+    clip_norm(value, 0.5)
+    assert abs(float(value.double().norm() / wanted.norm()) - 1) < 1e-3
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-2, atol=1e-6)

@@ -418,8 +418,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "momentum is applied on the way back too",
         "codecs/table.py",
-        "Family(lambda workers, _: inner.aggregator(workers), phases)",
-        "Family(lambda workers, _: momentum(inner.aggregator(workers)), phases)",
+        "lambda workers, _: inner.aggregator(workers), phases)",
+        "lambda workers, _: momentum(inner.aggregator(workers)), phases)",
         (
             "tests/codecs/test_aggregators.py::test_what_it_becomes",
             "tests/codecs/test_aggregators.py::test_momentum_is_not_applied_twice",

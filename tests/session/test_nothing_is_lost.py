@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hipress
 from hipress import session
 from hipress.errors import AgreementError, UsageError
 from hipress.session import Adapter, Mode, replicas
@@ -256,3 +257,51 @@ def test_figures_count_what_was_sent(caplog):
     assert found.state_bytes >= 4 * 5120
     lines = [record.message for record in caplog.records if record.message.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
+
+
+# --- codecs that compare gradients with numbers ---------------------------------------------------
+
+SCALES = (2.0**16, 2.0**16, 2.0**15, 2.0**17)
+RANGED = {"fp16"}
+"""Codecs whose range is that of a 16-bit float: under a loss scale they overflow, visibly."""
+CODECS = [name for name in hipress.codecs.table.TABLE if name not in RANGED] + [
+    "tbq(tau=0.05, levels=3)",
+    "tbq(tau=0.05, ef=false)",
+    "momentum(ef(tbq(tau=0.05)))",
+    "dgc(ratio=0.1, clip=1.0)",
+    "dgc(ratio=0.1, clip=1.0, warmup=2)",
+]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_loss_scale_changes_the_unit_and_nothing_else(codec):
+    """Catches: a threshold in the gradient's unit that stays where it is as the scale changes."""
+    adapter = Loop()
+    alone, scaled = start(codec), start(codec, adapter=adapter)
+    for step, scale in enumerate(SCALES):
+        adapter.scale = scale
+        wanted = averaged(alone, 0.1 * gradient(step))
+        assert wanted.any() or codec.startswith("tbq")
+        assert torch.equal(averaged(scaled, scale * (0.1 * gradient(step))) / scale, wanted)
+    assert torch.equal(all_of_it(scaled) / SCALES[-1], all_of_it(alone))
+
+
+def test_no_scaler_changes_no_codec():
+    """Catches: bindings that are made anew, or codecs that change, without a scaler."""
+    run = start("tbq(tau=0.05)")
+    averaged(run, gradient(0))
+    (exchange,) = run.engine._recipes[run.engine._names["a"]].exchanges
+    bound = exchange.bound
+    averaged(run, gradient(1))
+    assert exchange.bound is bound and list(exchange._bounds) == ["tbq(tau=0.05)"]
+
+
+def test_bindings_of_other_scales_are_dropped():
+    """Catches: memory that grows with every change of the loss scale."""
+    adapter = Loop()
+    run = start("tbq(tau=0.05)", adapter=adapter)
+    for step in range(6):
+        adapter.scale = 2.0 ** (10 + step // 2)
+        averaged(run, gradient(step))
+    (exchange,) = run.engine._recipes[run.engine._names["a"]].exchanges
+    assert list(exchange._bounds) == ["tbq(tau=204.8, levels=1)"]

@@ -258,6 +258,32 @@ class Codec(ABC):
         """
         return False
 
+    def scaled(self, loss_scale: float) -> Codec:
+        """Returns the codec for gradients that are multiplied by a loss scale.
+
+        Options in units of the gradient are multiplied too, so that the frames hold the same
+        decisions as without a scaler. All other codecs are returned as they are.
+
+        Example:
+            >>> import hipress
+            >>> hipress.codec("tbq(tau=0.5)").scaled(1024.0).name
+            'tbq(tau=512.0, levels=1)'
+        """
+        return self
+
+    @property
+    def clip(self) -> float:
+        """Largest norm of a gradient, which `encode` clips to; 0 means that nothing is clipped.
+
+        `encode` clips what it is given. The engine, which cuts gradients into partitions, clips
+        whole gradients and encodes the partitions with `unclipped()`.
+        """
+        return 0.0
+
+    def unclipped(self) -> Codec:
+        """Returns the same codec without clipping."""
+        return self
+
     @property
     def phases(self) -> tuple[tuple[int, Codec], ...]:
         """First step and codec of each phase of training; all phases share one state."""

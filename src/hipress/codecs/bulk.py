@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hipress.codecs import frame, tensors
 from hipress.codecs.base import State, lr_ratio
+from hipress.compll.backends.gpu.runtime import DeviceCache
 from hipress.errors import FrameError, UsageError
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class Bulk:
         """Where each gradient starts in the flat buffer."""
         self.numel = sum(padded)
         """Elements of the flat buffer."""
-        self.kept: dict[Any, Any] = {}
-        """What kernels on a device need to know about these gradients, made once."""
+        self.kept = DeviceCache()
+        """What kernels on a device need to know about these gradients."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the gradients inside a flat buffer."""

@@ -66,6 +66,7 @@ SPEC = Spec(
             allowed=lambda v: number(v) and (v == 0 or positive(v)),
             about="largest norm of the local gradient; the paper divides the usual one by the "
             "square root of the number of workers",
+            is_in_gradient_units=True,
         ),
         Option(
             name="weight_decay",
@@ -90,6 +91,7 @@ SPEC = Spec(
     ),
     params=_params,
     phases=_phases,
+    clip="clip",
     own_memory=True,
     # The workers have applied momentum already, and the residual keeps what is not sent back.
     back=lambda o, workers: f"topk(ratio={o['ratio']!r}, workers={min(workers, MAX_WORKERS)})",

@@ -15,7 +15,7 @@ import torch
 
 from hipress.codecs import frame
 from hipress.codecs.base import lr_ratio
-from hipress.compll.backends.gpu.runtime import Gradient, Kernels, Sizes
+from hipress.compll.backends.gpu.runtime import DeviceCache, Gradient, Kernels, Sizes
 from hipress.compll.passes.derive import ALPHA, MU, RHO
 from hipress.errors import FrameError, UsageError
 
@@ -38,7 +38,7 @@ class GpuKernels:
         self._encode = Kernels(loaded.module, "encode")
         self._decode = Kernels(loaded.module, "decode")
         self._decode_add = Kernels(loaded.module, "decode_add")
-        self._headers: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._headers = DeviceCache()
 
     def encode(
         self, x: torch.Tensor, states: list[torch.Tensor], state: State | None, out: torch.Tensor
@@ -126,34 +126,35 @@ class GpuKernels:
     def _bulk_sizes(
         self, bulk: Bulk, kernels: Kernels, params: tuple[float, ...], device: torch.device
     ) -> Sizes:
-        key = (kernels.name, self._dtype, params, device)
-        if key not in bulk.kept:
+        def make() -> Sizes:
             rows = zip(bulk.numels, bulk.places, bulk.offsets, strict=True)
             gradients = [Gradient(n, params, place, at) for n, place, at in rows]
-            bulk.kept[key] = kernels.make(gradients, device)
-        sizes: Sizes = bulk.kept[key]
+            return kernels.make(gradients, device)
+
+        sizes: Sizes = bulk.kept.get((kernels.name, self._dtype, params, device), device, make)
         return sizes
 
     @staticmethod
     def _bulk_header(bulk: Bulk, device: torch.device) -> torch.Tensor:
-        key = ("header", device)
-        if key not in bulk.kept:
-            bulk.kept[key] = bulk.header.to(device)
-        header: torch.Tensor = bulk.kept[key]
+        header: torch.Tensor = bulk.kept.get(
+            ("header", device), device, lambda: bulk.header.to(device)
+        )
         return header
 
     def header(self, numel: int, device: torch.device) -> torch.Tensor:
         """Returns header and table of the frame of `numel` elements, on the device."""
-        key = (numel, device)
-        if key not in self._headers:
+
+        def make() -> torch.Tensor:
             size = self._codec.wire_bytes(numel)
             head = torch.zeros(size, dtype=torch.uint8)
             body = frame.Body(numel, size - frame.frame_bytes([0]))
             frame.write_header(
                 head.numpy(), frame.Header(codec_hash=self._codec.codec_hash), [body]
             )
-            self._headers[key] = head[: frame.frame_bytes([0])].clone().to(device)
-        return self._headers[key]
+            return head[: frame.frame_bytes([0])].clone().to(device)
+
+        header: torch.Tensor = self._headers.get((numel, device), device, make)
+        return header
 
 
 class GpuMerge:

@@ -45,6 +45,12 @@ class Family:
     feedback; None stands for the codec itself."""
     phases: Callable[[], list[tuple[int, ProgramCodec]]] = list
     """Returns the first step and the codec of each phase; nothing if there is one phase only."""
+    scaled: Callable[[float], ProgramCodec | None] = lambda loss_scale: None
+    """Returns the codec for a loss scale; None stands for the codec itself."""
+    clip: float = 0.0
+    """Largest norm of a gradient; 0 if nothing is clipped."""
+    unclipped: Callable[[], ProgramCodec | None] = lambda: None
+    """Returns the codec without clipping; None stands for the codec itself."""
 
 
 class ProgramCodec(Codec):
@@ -150,6 +156,22 @@ class ProgramCodec(Codec):
     @property
     def shares_stream(self) -> bool:
         return self._shares_stream
+
+    def scaled(self, loss_scale: float) -> Codec:
+        return self._relative(self.family.scaled(loss_scale))
+
+    @property
+    def clip(self) -> float:
+        return self.family.clip
+
+    def unclipped(self) -> Codec:
+        return self._relative(self.family.unclipped())
+
+    def _relative(self, made: ProgramCodec | None) -> ProgramCodec:
+        """Returns a codec of the family on the backend of this one; itself if there is none."""
+        if made is None:
+            return self
+        return made if self._backend is None else made.on_backend(self._backend)
 
     @property
     def phases(self) -> tuple[tuple[int, Codec], ...]:

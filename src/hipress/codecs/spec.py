@@ -19,6 +19,9 @@ class Option:
     """What is allowed, in words."""
     allowed: Callable[[Any], bool]
     about: str = ""
+    is_in_gradient_units: bool = False
+    """Whether it is compared with elements or norms of gradients. Under a loss scaler it is
+    multiplied by the loss scale (see `Codec.scaled`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,9 @@ class Spec:
     phases: Callable[[Mapping[str, Any]], list[tuple[int, dict[str, Any]]]] | None = None
     """First step and changed options of each phase, if the rate changes over time. The options of a
     phase must not change again: `dgc` gives `warmup=0` in each."""
+    clip: str | None = None
+    """Name of the option that limits the norm of a gradient; 0 turns it off. The engine clips whole
+    gradients before it cuts them (see `Codec.clip`)."""
     own_memory: bool = False
     """Whether it keeps momentum and a residual itself, so that wrappers must not add them."""
     shares_stream: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata, resources
@@ -149,7 +149,7 @@ def feedback(inner: ProgramCodec) -> ProgramCodec:
     def phases() -> list[tuple[int, ProgramCodec]]:
         return [(start, feedback(phase)) for start, phase in inner.family.phases()]
 
-    family = Family(inner.family.back, phases)
+    family = _wrapped(inner, feedback, inner.family.back, phases)
     return inner.with_variant(Variant(feedback=True), f"ef({inner.name})", family=family)
 
 
@@ -160,15 +160,37 @@ def momentum(inner: ProgramCodec, *, mu: float = 0.9, nesterov: bool = True) -> 
     if inner.variant.momentum:
         raise UsageError(f"{inner.name} has momentum already; write momentum(...) once.")
 
+    def wrap(codec: ProgramCodec) -> ProgramCodec:
+        return momentum(codec, mu=mu, nesterov=nesterov)
+
     def phases() -> list[tuple[int, ProgramCodec]]:
-        rows = inner.family.phases()
-        return [(start, momentum(phase, mu=mu, nesterov=nesterov)) for start, phase in rows]
+        return [(start, wrap(phase)) for start, phase in inner.family.phases()]
 
     # Momentum is for the workers: on the way back it would be applied a second time.
-    family = Family(lambda workers, _: inner.aggregator(workers), phases)
+    family = _wrapped(inner, wrap, lambda workers, _: inner.aggregator(workers), phases)
     variant = Variant(feedback=inner.variant.feedback, momentum=True, nesterov=nesterov)
     name = f"momentum({inner.name}, mu={mu!r}, nesterov={_shown(nesterov)})"
     return inner.with_variant(variant, name, mu, family)
+
+
+def _wrapped(
+    inner: ProgramCodec,
+    wrap: Callable[[ProgramCodec], ProgramCodec],
+    back: Callable[[int, bool], Codec | None],
+    phases: Callable[[], list[tuple[int, ProgramCodec]]],
+) -> Family:
+    """Returns the family of a wrapper: what the codec inside becomes is wrapped again."""
+
+    def rewrapped(made: ProgramCodec | None) -> ProgramCodec | None:
+        return None if made is None else wrap(made)
+
+    return Family(
+        back,
+        phases,
+        scaled=lambda loss_scale: rewrapped(inner.family.scaled(loss_scale)),
+        clip=inner.family.clip,
+        unclipped=lambda: rewrapped(inner.family.unclipped()),
+    )
 
 
 def remade(name: str, codec_hash: int, backend: str | None) -> Codec:
@@ -238,16 +260,25 @@ def _family(call: Call, spec: Spec, values: dict[str, Any]) -> Family:
             return None
         return codec(spec.back({**values, "ef": feedback}, num_workers))
 
+    def changed(options: dict[str, Any]) -> ProgramCodec:
+        asked = [(name, value) for name, value in call.options if name == "ef"]
+        return _cached(str(Call(call.name, (), (*{**values, **options}.items(), *asked))))
+
     def phases() -> list[tuple[int, ProgramCodec]]:
         rows = [] if spec.phases is None else spec.phases(values)
-        asked = [(name, value) for name, value in call.options if name == "ef"]
-        return [(start, _phase(call.name, {**values, **changed}, asked)) for start, changed in rows]
+        return [(start, changed(options)) for start, options in rows]
 
-    return Family(back, phases)
+    in_units = [o.name for o in spec.options if o.is_in_gradient_units and values[o.name]]
+    clip = values[spec.clip] if spec.clip is not None else 0.0
 
+    def scaled(loss_scale: float) -> ProgramCodec | None:
+        options = {name: values[name] * loss_scale for name in in_units}
+        return changed(options) if options else None
 
-def _phase(name: str, values: dict[str, Any], asked: list[tuple[str, Value]]) -> ProgramCodec:
-    return _cached(str(Call(name, (), (*values.items(), *asked))))
+    def unclipped() -> ProgramCodec | None:
+        return changed({spec.clip: 0.0}) if clip and spec.clip is not None else None
+
+    return Family(back, phases, scaled=scaled, clip=float(clip), unclipped=unclipped)
 
 
 def _wrap(call: Call) -> ProgramCodec:

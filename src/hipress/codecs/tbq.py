@@ -26,6 +26,7 @@ SPEC = Spec(
             rule=POSITIVE_RULE,
             allowed=positive,
             about="the threshold, in units of the gradient",
+            is_in_gradient_units=True,
         ),
         count(
             "levels",

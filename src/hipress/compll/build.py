@@ -157,7 +157,9 @@ class Bound:
         floats = {p.name for p in (*self.program.params, *worker.program.params) if p.runtime}
         if any(values[name] != theirs[name] for name in floats & values.keys() & theirs.keys()):
             return None
-        key = (self.program.text, self.values, worker.program.text, worker.values, count, variant)
+        # Not by the float parameters, which may change in every step and make the same kernel.
+        parts = [(bound.program.text, tuple(bound.static.items())) for bound in (self, worker)]
+        key = (*parts, count, variant)
         if key not in _merges:
             frames = derive.Frames(worker.program.pair, worker.static, count)
             kernel = derive.merge_kernel(frames, self.program.pair, self.static, variant=variant)

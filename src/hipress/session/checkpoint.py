@@ -7,6 +7,7 @@
                 element lies on one rank
     mean        name: the sum of all of it over ranks, for a run with another number of ranks
     owed        name: what every rank adds to its next gradient besides; mostly zero
+    momentum    of `auto` only; name, key: the mean over ranks of an average of past gradients
 
 Everything is stored by element, nothing by chunk or bucket, because the cutting of gradients may
 change between runs.
@@ -15,7 +16,7 @@ change between runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.recipe import codes_local
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.graph import Kind, Verb
-from hipress.codecs.base import Codec
+from hipress.codecs.base import WEIGHT, Codec, State
+from hipress.codecs.table import codec as named_codec
 from hipress.errors import UsageError
 from hipress.session.mode import Mode
 
@@ -50,6 +52,22 @@ def unsent(engine: Engine, gradient: Gradient) -> torch.Tensor:
         if key in UNSENT and _is_own(engine, gradient, kind, merged, key):
             total.add_(value, alpha=_factor(engine, gradient, kind, merged))
     return total
+
+
+def momentum(engine: Engine, gradient: Gradient) -> State:
+    """Returns this rank's averages of past gradients, which codecs keep and do not send."""
+    held = engine.states.assemble(gradient.name, gradient.numel, gradient.spec.device)
+    return {
+        key: value
+        for (kind, merged, key), value in held.items()
+        if (kind, merged) == (Kind.FRAME, 1) and key not in (*UNSENT, WEIGHT)
+    }
+
+
+def give_momentum(engine: Engine, name: str, held: State) -> None:
+    """Gives averages of past gradients to the codec that next works on a gradient."""
+    for key, value in held.items():
+        engine.states.preload(name, Kind.FRAME, 1, key, value)
 
 
 def save(session: Session) -> dict[str, Any]:
@@ -101,9 +119,13 @@ def _without_plan(session: Session, state: dict[str, Any]) -> dict[str, Any]:
     """Makes a checkpoint of `auto` independent of the plan that happens to be in use.
 
     A resumed run begins uncompressed. So every rank owes what codecs hold: the mean of it, which is
-    all that training sees.
+    all that training sees. Momentum waits for the first plan with a codec that keeps it.
     """
     state["gradients"], state["ranks"], state["shared"] = {}, {}, {}
+    assert session.auto is not None
+    found = {key for name in session.auto.codecs for key in _memory(named_codec(name))}
+    keys = sorted(found - set(UNSENT))
+    state["momentum"] = {}
     for name, gradient in session.gradients.items():
         if session.rules.choice(gradient.spec).reason:
             continue  # no plan compresses it
@@ -111,8 +133,26 @@ def _without_plan(session: Session, state: dict[str, Any]) -> dict[str, Any]:
         owed = state["owed"].setdefault(name, torch.zeros(gradient.numel))
         if (left := state["mean"].get(name, {}).get("residual")) is not None:
             state["owed"][name] = owed + left
+        if keys:
+            state["momentum"][name] = _mean_momentum(session, gradient, keys)
     state["mean"] = {}
     return state
+
+
+def _mean_momentum(session: Session, gradient: Gradient, keys: Sequence[str]) -> State:
+    """Returns the mean over ranks, zero for what no codec holds; collective."""
+    engine = session.engine
+    held = momentum(engine, gradient)
+    share = _factor(engine, gradient, Kind.FRAME, 1) / engine.transport.num_ranks
+    found = {}
+    for key in keys:
+        mean = torch.zeros(gradient.numel, device=gradient.spec.device)
+        if key in held:
+            mean.add_(held[key], alpha=share)
+        with named(session):
+            dist.all_reduce(mean, group=session.process_group)
+        found[key] = mean.cpu()
+    return found
 
 
 def load(session: Session, state: dict[str, Any]) -> None:
@@ -126,6 +166,9 @@ def load(session: Session, state: dict[str, Any]) -> None:
         return
     for name, facts in state["gradients"].items() if session.gradients else ():
         _check_fit(session, state, name, facts)
+    for name, held in state.get("momentum", {}).items() if session.gradients else ():
+        for value in held.values():
+            is_trained(session, name, value.numel())
     owed = _owed(session, state)
     if session.is_open:
         session.engine.wait_idle()
@@ -146,7 +189,11 @@ def load(session: Session, state: dict[str, Any]) -> None:
 def restore(session: Session, gradient: Gradient) -> None:
     """Gives loaded state to a gradient that has just been registered."""
     state, engine, name = session.loaded, session.engine, gradient.name
-    if state is None or name not in state["gradients"]:
+    if state is None:
+        return
+    held = state.get("momentum", {}).get(name, {})
+    give_momentum(engine, name, {key: value for key, value in held.items() if value.any()})
+    if name not in state["gradients"]:
         return
     facts = state["gradients"][name]
     _check_fit(session, state, name, facts)
@@ -182,9 +229,7 @@ def _share_out(
     if (left := mean.get(UNSENT[0])) is not None and left.any():
         before = session.owed.get(name)
         session.owed[name] = left.clone() if before is None else left + before.to(left.device)
-    for key, held in mean.items():
-        if key not in UNSENT:
-            engine.states.preload(name, Kind.FRAME, 1, key, held)
+    give_momentum(engine, name, {key: mean[key] for key in mean if key not in UNSENT})
 
 
 def _check(state: dict[str, Any]) -> None:
@@ -201,6 +246,8 @@ def _check(state: dict[str, Any]) -> None:
                 "load_state_dict was given something else than what sync.state_dict() returned: "
                 f"{key!r} is {given.get(key)!r}; load the entry of your checkpoint that holds it."
             )
+    if not newer and not isinstance(given.get("momentum", {}), dict):
+        raise UsageError("the checkpoint's momentum is damaged; load an older one.")
     if state["version"] > VERSION:
         raise UsageError(
             f"the checkpoint has version {state['version']} and this hipress reads up to "
@@ -215,12 +262,12 @@ def _owed(session: Session, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         if name in session.untrained and name in state["gradients"]:
             continue  # said already
         numel = owed.numel() if isinstance(owed, torch.Tensor) else None
-        if (not session.gradients or _is_trained(session, name, numel)) and owed.any():
+        if (not session.gradients or is_trained(session, name, numel)) and owed.any():
             found[name] = owed.clone()
     return found
 
 
-def _is_trained(session: Session, name: str, found: Any) -> bool:
+def is_trained(session: Session, name: str, found: Any) -> bool:
     """Returns whether the model trains a gradient of the checkpoint with this size.
 
     Warns if it is no longer trained; raises if the model does not have it.
@@ -244,7 +291,7 @@ def _is_trained(session: Session, name: str, found: Any) -> bool:
 
 def _check_fit(session: Session, state: dict[str, Any], name: str, facts: Any) -> None:
     """Raises for the checkpoint of another model."""
-    if not _is_trained(session, name, facts.get("numel") if isinstance(facts, dict) else facts):
+    if not is_trained(session, name, facts.get("numel") if isinstance(facts, dict) else facts):
         return
     tensors = [state["mean"].get(name), state["shared"].get(name)]
     num_ranks = session.engine.transport.num_ranks
@@ -309,7 +356,7 @@ def _add(mean: dict[str, torch.Tensor], key: str, value: torch.Tensor, share: fl
 
 def _memory(codec: Codec) -> list[str]:
     """Returns the names of saved state; parameters that a codec only reads are not saved."""
-    return [key for key in codec.state_names if key != "weight"]
+    return [key for key in codec.state_names if key != WEIGHT]
 
 
 def _roles(engine: Engine, gradient: Gradient) -> list[tuple[Kind, int]]:
@@ -330,32 +377,42 @@ def _roles(engine: Engine, gradient: Gradient) -> list[tuple[Kind, int]]:
 def _factor(
     engine: Engine, gradient: Gradient, kind: Kind, merged: int, rank: int | None = None
 ) -> int:
-    """Returns how many ranks' gradients are in what a rank (this one if None) encodes."""
+    """Returns the factor of what a rank (this one if None) holds now."""
+    rank = engine.transport.rank if rank is None else rank
+    return factor(gradient.choice.strategy, engine.hosts, kind, merged, rank)
+
+
+def factor(strategy: str, hosts: tuple[int, ...], kind: Kind, merged: int, rank: int) -> int:
+    """Returns how many ranks' gradients are in what a rank encodes."""
     if kind is Kind.BACK:
-        return len(engine.hosts)
+        return len(hosts)
     if kind is Kind.PARTIAL:
         return merged
-    strategy = strategies.get(gradient.choice.strategy)
-    return strategy.num_gradients(engine.hosts, engine.transport.rank if rank is None else rank)
+    return strategies.get(strategy).num_gradients(hosts, rank)
 
 
 def _all_gather(session: Session, own: torch.Tensor) -> list[torch.Tensor]:
-    found = [torch.empty_like(own) for _ in range(session.engine.transport.num_ranks)]
-    with _named(session):
-        dist.all_gather(found, own, group=session.process_group)
-    return [one.cpu() for one in found]
+    """Returns what each rank holds; one after the other, which needs no memory besides."""
+    group, transport = session.process_group, session.engine.transport
+    found = []
+    for rank in range(transport.num_ranks):
+        one = own.clone() if rank == transport.rank else torch.empty_like(own)
+        with named(session):
+            dist.broadcast(one, rank if group is None else dist.get_global_rank(group, rank), group)
+        found.append(one.cpu())
+    return found
 
 
 def _all_sum(session: Session, own: torch.Tensor) -> torch.Tensor:
     """Returns the exact sum over ranks of values that are zero on all ranks but one."""
     total = own.clone()
-    with _named(session):
+    with named(session):
         dist.all_reduce(total.view(torch.int32), group=session.process_group)
     return total.cpu()
 
 
 @contextmanager
-def _named(session: Session) -> Iterator[None]:
+def named(session: Session) -> Iterator[None]:
     """Turns an error of torch into one that names the lost rank."""
     try:
         yield

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,7 @@ from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.handle import joint
 from hipress.errors import UsageError
 from hipress.plan import Plan
-from hipress.session import checkpoint, replicas, selection
+from hipress.session import checkpoint, replicas, selection, shards
 from hipress.session.adapter import Adapter, GradientSpec
 from hipress.session.auto import Auto, note_step_end
 from hipress.session.buckets import Bucket, Gradient, Group
@@ -199,13 +201,46 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Returns the codec state of all ranks, complete on every rank; collective.
 
-        It loads with `weights_only=True`.
+        It loads with `weights_only=True`. For a large model, `save` needs far less memory.
         """
         return checkpoint.save(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where another run stopped, with any number of ranks; collective."""
         checkpoint.load(self, state_dict)
+        self._restart()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the codec state of all ranks, each rank its own; collective.
+
+        It needs no more memory than the largest partition. The last checkpoint in the folder stays
+        until the new one is complete.
+
+        Args:
+            folder: A folder of its own that all hosts see.
+        """
+        shards.save(self, Path(folder))
+
+    def load(self, folder: str | os.PathLike[str], entry: str = "") -> None:
+        """Continues from what `save` wrote, with any number of ranks; collective.
+
+        Args:
+            folder: The folder that `save` was given, or `dcp.save` together with `shards()`.
+            entry: The key of `shards()` in what `dcp.save` was given.
+        """
+        shards.load(self, Path(folder), entry)
+        self._restart()
+
+    def shards(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's part of a checkpoint of torch.distributed.checkpoint; collective.
+
+        The tensors are the codec state itself: save them before the next step, as in
+        `dcp.save({"model": model.state_dict(), "sync": sync.shards()}, checkpoint_id=folder)`, and
+        load them with `sync.load(folder, entry="sync")`.
+        """
+        return shards.shards(self)
+
+    def _restart(self) -> None:
         if self.auto is None and not self.mode.is_leaving:
             self.mode.restart(warm=self.step >= self.settings.warmup_steps)
 
@@ -432,6 +467,7 @@ class Session:
                 # All gradients of a group have one learning rate.
                 lr_ratio=self._rate_ratios.get(group.names[0]) if group.wants_rate else None,
                 weights=self._weights(group) if group.wants_weights else None,
+                loss_scale=self.scale,
             )
             for group in bucket.groups
         ]
@@ -451,9 +487,11 @@ class Session:
             if self.mode.is_leaving:
                 self._on_detached()
             self.mode.end_flush()
-        if self.loaded is not None and self.step > self.settings.warmup_steps:
+        if self.step > self.settings.warmup_steps:
             if self.auto is None or self.auto.has_taken_state:
                 self.loaded = None
+            # A plan of `auto` that comes later takes over momentum.
+            if self.auto is None or self.mode.is_leaving or self.mode.current.compresses:
                 self.engine.states.drop_preloaded()
         if self._tracer is not None:
             self._tracer.on_step_end()

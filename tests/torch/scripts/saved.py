@@ -1,6 +1,8 @@
 """Scenarios of checkpoints under DDP, for a rank of a lab (see `tests/scenarios.py`)."""
 
 import copy
+import ctypes
+import resource
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 import hipress
+from hipress import session
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.scenarios import main
@@ -33,12 +36,13 @@ from tests.torch.scripts.models import (
 )
 
 
-def resume(rank, num_ranks, folder, cases, writer=0, whole=False):
+def resume(rank, num_ranks, folder, cases, writer=0, whole=False, shards=False):
     """Losses of a run that goes on and of one that is started from its checkpoint.
 
     Args:
         writer: The rank that saves.
         whole: By torch.distributed.checkpoint instead.
+        shards: By `sync.save` instead, which writes nothing but shards.
     """
     pretend_hosts(rank, 2)
     found = {}
@@ -47,14 +51,20 @@ def resume(rank, num_ranks, folder, cases, writer=0, whole=False):
         module, ddp, optimizer, sync = setup(codec, strategy)
         train(ddp, optimizer, rank, range(4))
         state = sync.state_dict()
-        if whole:
+        kept = copy.deepcopy(module.state_dict())
+        if shards:
+            sync.save(path)
+        elif whole:
             dcp.save({"model": module.state_dict(), "sync": sync}, checkpoint_id=path)
         elif rank == writer:
             torch.save({"model": module.state_dict(), "sync": state}, path)
         dist.barrier()
         on = train(ddp, optimizer, rank, range(4, 9))
         again, ddp, optimizer, other = setup(codec, strategy)
-        if whole:
+        if shards:
+            again.load_state_dict(kept)
+            other.load(path)
+        elif whole:
             parts = {"model": again.state_dict(), "sync": other}
             dcp.load(parts, checkpoint_id=path)
             again.load_state_dict(parts["model"])
@@ -117,18 +127,25 @@ def first_half(rank, num_ranks, folder, codec, strategy, per_host=1):
         optimizer.step()
     state = sync.state_dict()
     dcp.save({"model": module.state_dict(), "sync": sync}, checkpoint_id=Path(folder) / "dcp")
+    parts = {"model": module.state_dict(), "sync": sync.shards()}
+    dcp.save(parts, checkpoint_id=Path(folder) / "shards")
     if rank == 0:
         torch.save({"model": module.state_dict(), "sync": state}, Path(folder) / "file")
     shares = [left(state, name).abs().max().item() for name in state["gradients"]]
     return {"gaps": ledger.gaps(state), "left": min(shares), "bits": bits(module)}
 
 
-def second_half(rank, num_ranks, folder, codec, strategy, per_host=1, whole=False):
+def second_half(rank, num_ranks, folder, codec, strategy, per_host=1, whole=False, shards=False):
     """Goes on with another number of ranks: what was left before and after, what is lost."""
     pretend_hosts(rank, per_host)
     module, ddp, optimizer, sync = setup(codec, strategy)
     saved = torch.load(Path(folder) / "file", weights_only=True)
-    if whole:
+    if shards:
+        parts = {"model": module.state_dict()}
+        dcp.load(parts, checkpoint_id=Path(folder) / "shards")
+        module.load_state_dict(parts["model"])
+        sync.load(Path(folder) / "shards", entry="sync")
+    elif whole:
         parts = {"model": module.state_dict(), "sync": sync}
         grows = num_ranks > saved["sync"]["world_size"]
         planner = DefaultLoadPlanner(allow_partial_load=True) if grows else None
@@ -157,6 +174,49 @@ def second_half(rank, num_ranks, folder, codec, strategy, per_host=1, whole=Fals
         "steps": [start, sync.step],
         "bits": bits(module),
     }
+
+
+def memory(rank, num_ranks, folder):
+    """Peak memory of checkpoints, as a share of what the rank's codecs hold, and those bytes."""
+
+    def peak(work):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is used now
+        before = status("VmRSS")
+        work()
+        return (status("VmHWM") - before) / held
+
+    def status(name):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+    def make(codec):
+        return session.start({"w": gradient}, codec=codec)
+
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+    gradient = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(rank))
+    sync = make("onebit")
+    sync.average({"w": gradient})
+    held = sync.stats().state_bytes
+    dcp.save({"sync": torch.ones(rank + 1)}, checkpoint_id=Path(folder) / "first")  # imports
+    found = {"held": held, "save": peak(lambda: sync.save(Path(folder) / "sync"))}
+    same, other = make("onebit"), make("topk(ratio=0.1)")
+    found["load"] = peak(lambda: same.load(Path(folder) / "sync"))
+    found["load, other codec"] = peak(lambda: other.load(Path(folder) / "sync"))
+    found["state_dict"] = peak(sync.state_dict)
+    return found
+
+
+def full_disk(rank, num_ranks, folder):
+    """A rank that cannot write: what all ranks say, and whether the last checkpoint is intact."""
+    module, ddp, optimizer, sync = setup("onebit")
+    train(ddp, optimizer, rank, range(2))
+    sync.save(Path(folder) / "sync")
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    kind, text, _ = kinds_of_error(lambda: sync.save(Path(folder) / "sync"))
+    *kept, other = setup("onebit")
+    other.load(Path(folder) / "sync")
+    return [kind, text, same_state(other.state_dict(), sync.state_dict())]
 
 
 def owed_saved(rank, num_ranks, folder, whole):

@@ -160,6 +160,7 @@ class Engine:
         total: bool = False,
         lr_ratio: float | None = None,
         weights: Sequence[torch.Tensor] | None = None,
+        loss_scale: float = 1.0,
     ) -> Handle:
         """Starts to replace tensors by their mean over all ranks, in place.
 
@@ -176,6 +177,8 @@ class Engine:
             total: Compute the sum instead of the mean.
             lr_ratio: The last step's learning rate over this one's, for codecs with momentum.
             weights: The parameters, flat, for codecs that decay them.
+            loss_scale: The factor that the tensors carry, the same on all ranks; it applies to
+                options of codecs in units of the gradient (see `Codec.scaled`).
         """
         self.executor.check()
         if names is None and name is not None:
@@ -195,7 +198,9 @@ class Engine:
                 step = self._steps.get(named, 0)
                 self._steps[named] = step + 1
         flats = [value.detach().contiguous().view(-1) for value in values]
-        exchange.prepare(flats, sequence, step, lr_ratio=lr_ratio, weights=weights)
+        exchange.prepare(
+            flats, sequence, step, lr_ratio=lr_ratio, weights=weights, loss_scale=loss_scale
+        )
         return self._start(prepared, exchange, values, flats)
 
     def agree(self, what: str, facts: dict[str, Any], share: Any = None) -> list[Any]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hipress.casync.engine.memory import Buffer, Chunk, GradientBuffer, scratch
-from hipress.casync.engine.recipe import Recipe
+from hipress.casync.engine.memory import Buffer, Chunk, GradientBuffer, clip_norm, scratch
+from hipress.casync.engine.recipe import Recipe, without_state
 from hipress.casync.engine.state_store import Key, StateStore
 from hipress.casync.engine.transport import Pending
 from hipress.casync.graphs.graph import COMPUTING, Kind, Slot, Task, Verb
@@ -94,6 +94,11 @@ class Exchange:
         self._weights: list[tuple[torch.Tensor, int, int, int]] = []
         """Memory for parameters that a codec reads: (memory, index of tensor, start, stop)."""
         self._alpha = float(len(recipe.hosts)) if recipe.total else 1.0
+        self._loss_scale = 1.0
+        self._clip = recipe.codec.clip
+        """Largest norm of a whole tensor, in the unit of this step; 0 if nothing is clipped."""
+        self._worker = recipe.codec.unclipped()
+        """What encodes partitions, in the unit of this step."""
         self._pointers: list[int] = []
         # What follows is set for each use.
         self.sequence = 0
@@ -120,8 +125,9 @@ class Exchange:
         *,
         lr_ratio: float | None = None,
         weights: Sequence[torch.Tensor] | None = None,
+        loss_scale: float = 1.0,
     ) -> None:
-        """Takes the tensors of a step.
+        """Takes the tensors of a step, and clips their norms if the codec asks for that.
 
         Args:
             flats: The caller's tensors, flat and contiguous.
@@ -129,6 +135,7 @@ class Exchange:
             step: Step of training; decides the phase of a codec, and its random numbers.
             lr_ratio: The last step's learning rate over this one's, for codecs that use it.
             weights: The parameters of the tensors, for codecs that read them.
+            loss_scale: The factor that the tensors carry.
         """
         self.sequence = sequence
         if self.last_use is not None:
@@ -138,7 +145,11 @@ class Exchange:
             for chunk in self.chunks:
                 chunk.hold(flats)
             self._pointers = pointers
-        codec = self.recipe.codec.phase(step)
+        if loss_scale != self._loss_scale:
+            self._follow(loss_scale)
+        for flat in flats if self._clip else ():
+            clip_norm(flat, self._clip)
+        codec = self._worker.phase(step)
         if codec.name not in self._bounds:
             self._bounds[codec.name] = self._bind(codec)
         self.bound = self._bounds[codec.name]
@@ -158,6 +169,20 @@ class Exchange:
         self.waiting = list(self.recipe.graph.num_needs)
         self.left = len(self.waiting)
         self.sends = []
+
+    def _follow(self, loss_scale: float) -> None:
+        """Brings the codec to another loss scale; what was bound for the last one is dropped."""
+        self._loss_scale = loss_scale
+        scaled = self.recipe.codec.scaled(loss_scale)
+        worker = scaled.unclipped()
+        if self.recipe.names is None:
+            worker = without_state(worker)
+        self._clip = scaled.clip
+        if worker.name != self._worker.name:
+            self._worker = worker
+            self._bounds.clear()
+            for chunk in self.chunks:
+                chunk.drop_bulks()
 
     def release(self) -> None:
         """Drops the caller's tensors."""

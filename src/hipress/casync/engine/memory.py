@@ -34,6 +34,23 @@ scratch = Scratch()
 _NOTHING = torch.empty(0)
 
 
+def clip_norm(flat: torch.Tensor, limit: float) -> None:
+    """Scales a tensor down to a norm, in place; the host does not wait for a GPU.
+
+    A tensor with NaN or an infinity stays as it is, so that every rank sees it.
+    """
+    if flat.numel() == 0:
+        return
+    norm_of = torch.linalg.vector_norm
+    # From about 1e19 on squares overflow float32; those of 2^-80 times the elements do not.
+    down = torch.where(norm_of(flat, ord=torch.inf).float() > 1e15, 2.0**-80, 1.0)
+    wide = flat if flat.dtype is torch.float32 else scratch.take(flat.numel(), flat.device)
+    torch.mul(flat, down, out=wide)
+    norm = norm_of(wide)
+    clips = norm.isfinite() & (norm > limit * down)
+    torch.mul(wide, torch.where(clips, limit / norm, 1.0 / down), out=flat)
+
+
 class Buffer:
     """Memory of a slot: where codecs work, and, if that differs, where the transport does."""
 
@@ -211,6 +228,10 @@ class Chunk:
         if codec.name not in self._bulks:
             self._bulks[codec.name] = codec.bulk(self._numels)
         return self._bulks[codec.name]
+
+    def drop_bulks(self) -> None:
+        """Drops what `bulk` has made, for codecs that are no longer used."""
+        self._bulks.clear()
 
     def coder(self, codec: Codec) -> Codec | Bulk:
         """Returns what encodes and decodes it."""

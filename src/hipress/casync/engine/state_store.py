@@ -69,7 +69,24 @@ class StateStore:
 
     def preloaded(self, gradient: str, kind: Kind, merged: int, name: str) -> torch.Tensor | None:
         """Returns what `preload` was given, until `drop_preloaded`."""
-        return self._preloaded.get((gradient, kind, merged), {}).get(name)
+        return self.preloads(gradient, kind, merged).get(name)
+
+    def preloads(self, gradient: str, kind: Kind, merged: int) -> State:
+        """Returns all that `preload` was given for a role of a gradient, until it is dropped."""
+        return self._preloaded.get((gradient, kind, merged), {})
+
+    def has_preloaded(self, gradient: str) -> bool:
+        """Whether `preload` was given anything for a gradient that was not dropped since."""
+        return any(key[0] == gradient for key in self._preloaded)
+
+    def restore(self, key: Key, state: State) -> None:
+        """Sets the memory of one partition, which a later exchange takes over."""
+        mine = self._held.setdefault(key.name, {}).setdefault(key, {})
+        for name, value in state.items():
+            if name in mine:
+                mine[name].copy_(value)
+            else:
+                mine[name] = value
 
     def drop_preloaded(self) -> None:
         """Drops what was preloaded, once every exchange that needs it has taken it."""
@@ -115,6 +132,8 @@ class StateStore:
     def forget(self, name: str) -> None:
         """Drops what is stored for a gradient."""
         self._held.pop(name, None)
+        for key in [key for key in self._preloaded if key[0] == name]:
+            del self._preloaded[key]
 
     def __iter__(self) -> Iterator[tuple[Key, State]]:
         for mine in self._held.values():

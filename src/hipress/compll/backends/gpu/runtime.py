@@ -8,9 +8,12 @@ nothing waits for it, and a CUDA graph can capture the whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +22,10 @@ import torch
 
 MIN_SPLIT = 2048
 """From this many tiles on it pays to start the last one, which needs a mask, on its own."""
+
+MAX_KEPT = 1024
+"""Most entries of a `DeviceCache`; each holds some kilobytes on the device. A model has far fewer
+sizes of gradients, but a caller may give another size or factor in every call."""
 
 _DTYPES = {
     "f32": torch.float32,
@@ -57,6 +64,69 @@ class Sizes:
     used: int
     zeroed: int
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What lies on the device."""
+        return (self.ints, self.floats, *self.tables)
+
+
+@dataclass
+class _Entry:
+    value: Any
+    streams: set[Any] = field(default_factory=set)
+    """Streams whose kernels may still read the tensors."""
+    is_captured: bool = False
+    """Whether a CUDA graph reads the tensors again in each replay."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.value.tensors if isinstance(self.value, Sizes) else (self.value,)
+
+
+class DeviceCache:
+    """Tensors and `Sizes` on a device that kernels read; the least recently used are dropped.
+
+    What was looked up while a stream was being captured is kept for good, because the graph reads
+    the same memory in each replay.
+    """
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Any, _Entry] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Any, device: torch.device, make: Callable[[], Any]) -> Any:
+        """Returns the value of a key, made if it is not there.
+
+        Args:
+            key: Identifies the value.
+            device: The device whose current stream is going to read it.
+            make: Makes the value.
+        """
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry(make())
+                self._drop_old()
+            else:
+                self._entries.move_to_end(key)
+            if device.type == "cuda":
+                entry.streams.add(torch.cuda.current_stream(device))
+                entry.is_captured = entry.is_captured or torch.cuda.is_current_stream_capturing()
+        return entry.value
+
+    def _drop_old(self) -> None:
+        """Drops one entry that no graph has captured, if there are too many."""
+        oldest = (key for key, entry in self._entries.items() if not entry.is_captured)
+        if len(self._entries) <= MAX_KEPT or (key := next(oldest, None)) is None:
+            return
+        dropped = self._entries.pop(key)
+        for tensor in dropped.tensors:
+            for stream in dropped.streams:
+                tensor.record_stream(stream)  # its memory is not used again before that has ended
+
 
 def interpreted() -> bool:
     """Whether Triton runs kernels on the CPU, one program after the other."""
@@ -73,14 +143,12 @@ class Kernels:
         self.refusals: tuple[str, ...] = getattr(module, f"{name}_refusals")
         self._sizes_of = getattr(module, f"{name}_sizes")
         self._launches = getattr(module, f"{name}_launches")
-        self._kept: dict[Any, Sizes] = {}
+        self._kept = DeviceCache()
 
     def sizes(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
-        """Returns what the kernels need to know about some gradients; made once."""
+        """Returns what the kernels need to know about some gradients; kept for later calls."""
         key = (device, tuple(gradients))
-        found = self._kept.get(key)
-        if found is None:  # kept forever: a captured graph reads it again
-            found = self._kept[key] = self.make(gradients, device)
+        found: Sizes = self._kept.get(key, device, partial(self.make, gradients, device))
         return found
 
     def make(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:

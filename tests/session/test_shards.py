@@ -1,0 +1,269 @@
+"""Checkpoints in shards, and momentum under `auto`: one rank, whose mean is what it gave."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from hipress import session
+from hipress.casync.graphs.graph import Kind
+from hipress.errors import UsageError
+from hipress.plan import Decision, Plan
+from hipress.session import Mode, Settings, selection, setup, shards
+from hipress.session.session import Session
+from tests.session.test_nothing_is_lost import Loop, all_of_it, averaged, gradient, start
+
+SHAPE = (64, 80)
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def stepped(codec="onebit", steps=range(3), **options):
+    run = start(codec, **options)
+    came = sum(averaged(run, gradient(step)) for step in steps)
+    return run, came
+
+
+# --- shards ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["onebit", "dgc(ratio=0.05, warmup=6)", "momentum(ef(onebit))"])
+def test_a_run_goes_on_bit_for_bit(tmp_path, codec):
+    """Catches: state that is not written, or is given to another role, and a wrong step."""
+    run, _ = stepped(codec)
+    run.save(tmp_path / "sync")
+    other = start(codec)
+    other.load(tmp_path / "sync")
+    assert other.step == 3
+    for step in (3, 4):
+        assert torch.equal(averaged(other, gradient(step)), averaged(run, gradient(step)))
+
+
+def test_another_codec_owes_what_was_left(tmp_path):
+    """Catches: residuals that a run with another codec drops, or adds in each step."""
+    run, came = stepped()
+    run.save(tmp_path / "sync")
+    other = start("topk(ratio=0.1)")
+    other.load(tmp_path / "sync")
+    assert list(other.owed) == ["a"]
+    came = came + averaged(other, gradient(3)) + averaged(other, gradient(4))
+    came += all_of_it(other)
+    torch.testing.assert_close(came, sum(map(gradient, range(5))), rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_that_was_loaded_is_saved_as_it_was(tmp_path):
+    """Catches: state that waits for its first step and is not written."""
+    run, _ = stepped()
+    other, third = start(), start()
+    other.load_state_dict(run.state_dict())
+    other.save(tmp_path / "sync")
+    third.load(tmp_path / "sync")
+    assert torch.equal(averaged(third, gradient(3)), averaged(run, gradient(3)))
+
+
+def test_a_running_session_goes_back(tmp_path):
+    """Catches: the state of later steps that stays beside the one that is loaded."""
+    run, _ = stepped()
+    run.save(tmp_path / "sync")
+    wanted = [averaged(run, gradient(step)) for step in (3, 4)]
+    run.load(tmp_path / "sync")
+    assert run.step == 3
+    assert torch.equal(averaged(run, gradient(3)), wanted[0])
+    assert torch.equal(averaged(run, gradient(4)), wanted[1])
+
+
+def test_scale_rates_and_what_is_owed_are_saved(tmp_path):
+    """Catches: residuals in another unit, a forgotten learning rate, and what was thrown away."""
+    adapter = Loop(scale=4.0, rates={"a": 0.25})
+    run, _ = stepped(adapter=adapter)
+    adapter.dropped = {"a"}
+    averaged(run, gradient(9))
+    run.save(tmp_path / "sync")
+    other = start(adapter=Loop(scale=4.0))
+    other.load(tmp_path / "sync")
+    assert (other.scale, other.rates) == (4.0, {"a": 0.25})
+    assert torch.equal(other.owed["a"], run.owed["a"])
+
+
+def test_shards_lie_beside_others_in_one_checkpoint(tmp_path):
+    """Catches: keys that DCP changes when they are an entry of something larger."""
+    run, _ = stepped()
+    model = {"weight": torch.ones(3)}
+    dcp.save({"model": model, "sync": run.shards()}, checkpoint_id=tmp_path / "all")
+    other = start()
+    other.load(tmp_path / "all", entry="sync")
+    assert torch.equal(averaged(other, gradient(3)), averaged(run, gradient(3)))
+    with pytest.raises(UsageError, match="holds no codec state under 'exchange'; give entry="):
+        other.load(tmp_path / "all", entry="exchange")
+
+
+def test_shards_are_views_of_the_state():
+    """Catches: a copy of all that a rank holds."""
+    run, _ = stepped()
+    held = {v.data_ptr() for _, state in run.engine.states for v in state.values()}
+    found = {key: value for key, value in run.shards().items() if key.startswith("rank")}
+    assert {value.data_ptr() for value in found.values()} == held
+
+
+def test_an_interrupted_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    """Catches: a folder that is opened for writing before the new checkpoint is complete."""
+    run, _ = stepped()
+    run.save(tmp_path / "sync")
+    wanted = averaged(run, gradient(3))
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        text = "cannot be written to .* rank 0: No space left on device; mend that and save again"
+        with pytest.raises(UsageError, match=text):
+            run.save(tmp_path / "sync")
+    assert [path.name for path in tmp_path.iterdir()] == ["sync"]
+    other = start()
+    other.load(tmp_path / "sync")
+    assert torch.equal(averaged(other, gradient(3)), wanted)
+
+
+def test_a_save_that_ends_between_two_renames_is_found(tmp_path):
+    """Catches: a checkpoint that is only there under its other name."""
+    run, _ = stepped()
+    run.save(tmp_path / "sync")
+    (tmp_path / "sync").rename(tmp_path / "sync.old")
+    start().load(tmp_path / "sync")
+    run.save(tmp_path / "sync")
+    run.save(tmp_path / "sync")
+    assert [path.name for path in tmp_path.iterdir()] == ["sync"]
+
+
+def test_what_is_no_checkpoint_changes_nothing(tmp_path):
+    """Catches: half a checkpoint, and an error without the next step."""
+    run, came = stepped()
+    with pytest.raises(UsageError, match="holds no checkpoint; give the folder that sync.save"):
+        run.load(tmp_path / "nothing")
+    wider = session.start({"a": torch.zeros(65, 80)}, codec="onebit")
+    wider.save(tmp_path / "wider")
+    with pytest.raises(UsageError, match="'a' has 5200 elements and this model's has 5120; load"):
+        run.load(tmp_path / "wider")
+    run.save(tmp_path / "sync")
+    for path in (tmp_path / "sync").glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UsageError, match="cannot be read: .*; load another one."):
+        run.load(tmp_path / "sync")
+    assert run.step == 3
+    torch.testing.assert_close(
+        came + all_of_it(run), sum(map(gradient, range(3))), rtol=0, atol=1e-4
+    )
+
+
+def test_a_session_that_is_not_enabled_says_so(tmp_path, caplog):
+    """Catches: a comparison run that ends at its first checkpoint."""
+    run = start(enabled=False)
+    with caplog.at_level(logging.WARNING, "hipress"):
+        run.save(tmp_path / "sync")
+        run.load(tmp_path / "sync")
+    assert "nothing is saved" in caplog.text and "are ignored" in caplog.text
+
+
+def test_keys_are_read_as_they_were_written():
+    """Catches: names of parameters with slashes, dots or colons."""
+    part = shards.Shard(3, Kind.BACK, 4, "residual", 0, 4096, "blocks/0.weight:x")
+    assert shards.Shard.read(str(part)) == part
+
+
+# --- momentum under auto --------------------------------------------------------------------------
+
+PLANS = [
+    Plan(epoch=k, gradients={"a": Decision(codec=f"dgc(ratio={ratio})")})
+    for k, ratio in enumerate((0.01, 0.02), 1)
+]
+
+
+class Steered:
+    """A session of `auto` whose steps a test decides."""
+
+    def __init__(self):
+        asked = selection.rules(
+            codec=None, strategy=None, plan=None, exclude=(), include=(), min_size=0,
+            default_codec="int8",
+        )  # fmt: skip
+        decision = setup.Decision(rules=asked, is_auto=True, codecs=("dgc",))
+        self.run = Session(asked, Settings())
+        spec = session._spec("a", torch.zeros(SHAPE))
+        setup.begin(self.run, decision, [spec], ["a"])
+        self.run.auto.begin = lambda run: self.directive
+
+    def step(self, value, mode, plan=None):
+        self.directive = (mode, plan)
+        self.run.auto._state_epoch = plan.epoch if plan else None
+        self.run.auto._is_plain = plan is None
+        return averaged(self.run, value)
+
+    def velocity(self):
+        held = self.run.engine.states.assemble("a", 64 * 80, torch.device("cpu"))
+        return held.get((Kind.FRAME, 1, "velocity"), torch.zeros(64 * 80))
+
+
+def check_continues(run, before):
+    """That a codec goes on with a velocity: without a gradient it shrinks, or is sent and zero."""
+    for _ in range(2):
+        run.step(torch.zeros(SHAPE), Mode.PLAIN)
+    run.step(torch.zeros(SHAPE), Mode.COMPRESSED, PLANS[1])
+    after = run.velocity()
+    assert after.any()
+    torch.testing.assert_close(after[after != 0], (0.9 * before)[after != 0])
+    assert (after != 0).float().mean() > 0.9
+
+
+def compressed(run):
+    for step in range(3):
+        run.step(gradient(step), Mode.COMPRESSED, PLANS[0])
+    found = run.velocity()
+    assert (found != 0).float().mean() > 0.9
+    return found
+
+
+@pytest.mark.parametrize("form", ["state_dict", "shards"])
+@pytest.mark.parametrize("again", [False, True])
+def test_momentum_waits_for_the_next_plan(tmp_path, form, again):
+    """Catches: momentum that a checkpoint of `auto` lacks, or that the uncompressed steps at the
+    beginning of a resumed run drop; again: a run that is saved before it has a plan."""
+    run = Steered()
+    before = compressed(run)
+    for _ in range(1 + again):
+        other = Steered()
+        if form == "state_dict":
+            other.run.load_state_dict(run.run.state_dict())
+        else:
+            run.run.save(tmp_path / "sync")
+            other.run.load(tmp_path / "sync")
+        other.step(torch.zeros(SHAPE), Mode.PLAIN)
+        run = other
+    check_continues(run, before)
+
+
+def test_momentum_outlives_a_plan():
+    """Catches: momentum that is dropped where residuals are sent, between two plans."""
+    run = Steered()
+    before = compressed(run)
+    run.step(torch.zeros(SHAPE), Mode.FLUSHING)
+    assert not run.run.engine.states.num_bytes
+    check_continues(run, before)
+
+
+def test_a_checkpoint_of_auto_has_the_same_names_in_every_phase():
+    """Catches: a fresh run whose checkpoint has no place for what DCP is to load."""
+    run = Steered()
+    first = run.run.state_dict()["momentum"]
+    assert {name: list(held) for name, held in first.items()} == {"a": ["velocity"]}
+    assert not first["a"]["velocity"].any()
+    compressed(run)
+    held = run.run.state_dict()["momentum"]
+    assert list(held) == ["a"] and held["a"]["velocity"].any()
