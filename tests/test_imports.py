@@ -85,7 +85,7 @@ MAY_NOT_USE = {"ground": {"torch"}, "graphs": {"torch"}, "secopa": {"torch"}}
 
 # Methods of named tuples, which are public in spite of their underscore, and the values of a
 # sparse torch tensor that is not coalesced, which have no public name.
-NOT_OURS = {"_asdict", "_fields", "_make", "_replace", "_values"}
+NOT_OURS = {"_asdict", "_fields", "_make", "_replace", "_values", "_version"}
 
 # What `import hipress` must not load.
 LAZY = {
