@@ -83,9 +83,9 @@ MAY_IMPORT = {
 # Room: outside packages that it must do without.
 MAY_NOT_USE = {"ground": {"torch"}, "graphs": {"torch"}, "secopa": {"torch"}}
 
-# Methods of named tuples, which are public in spite of their underscore, and the values of a
-# sparse torch tensor that is not coalesced, which have no public name.
-NOT_OURS = {"_asdict", "_fields", "_make", "_replace", "_values"}
+# Methods of named tuples, which are public in spite of their underscore, and of torch tensors: the
+# values of a sparse one that is not coalesced, and the count of writes, which have no public name.
+NOT_OURS = {"_asdict", "_fields", "_make", "_replace", "_values", "_version"}
 
 # What `import hipress` must not load.
 LAZY = {

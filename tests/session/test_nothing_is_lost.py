@@ -305,3 +305,41 @@ def test_bindings_of_other_scales_are_dropped():
         averaged(run, gradient(step))
     (exchange,) = run.engine._recipes[run.engine._names["a"]].exchanges
     assert list(exchange._bounds) == ["tbq(tau=204.8, levels=1)"]
+
+
+def warned(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+class Full:
+    """A writer on a full disk."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def add_scalar(self, tag, value, step):
+        self.num_calls += 1
+        raise OSError(28, "No space left on device")
+
+
+def test_a_writer_that_fails_ends_no_training(caplog):
+    """Catches: a job that ends, with all ranks waiting for rank 0, since its disk is full."""
+    writer = Full()
+    run = start(log_every=1, writer=writer)
+    with caplog.at_level(logging.WARNING, "hipress"):
+        for step in range(3):
+            averaged(run, gradient(step))
+    assert run.step == 3 and writer.num_calls == 1
+    (text,) = warned(caplog)
+    assert text.startswith("the writer failed in step 1 and gets no more scalars (OSError: ")
+
+
+@pytest.mark.parametrize(
+    ("codec", "min_size", "count"), [("none", 0, 0), ("none", 10**6, 0), ("onebit", 10**6, 1)]
+)
+def test_a_run_without_compression_is_warned_of_unless_asked_for(codec, min_size, count, caplog):
+    """Catches: a warning about what the user asked for; none where a codec has nothing to do."""
+    with caplog.at_level(logging.WARNING, "hipress"):
+        start(codec, min_size=min_size)
+    found = [text.startswith("no gradient is compressed") for text in warned(caplog)]
+    assert found == [True] * count

@@ -87,3 +87,46 @@ def test_digests_are_text_by_name():
     assert list(found) == ["w", "v"]
     assert all(len(text) == 16 and int(text, 16) >= 0 for text in found.values())
     assert found["w"] != found["v"]
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_dtype_at_any_offset(dtype, offset):
+    """Catches: a view that begins between two words, such as a part of a flat parameter."""
+    for numel in (0, 1, 7, COLUMNS + 3):
+        whole = torch.arange(numel + offset).remainder(2).to(dtype)
+        view = whole[offset:]
+        assert digest(view) == digest(view.clone())
+        if numel:
+            changed = whole.clone()[offset:]
+            changed[-1] = torch.tensor(1 - int(changed[-1].real), dtype=dtype)
+            assert digest(changed) != digest(view)
+
+
+def test_memory_that_is_not_aligned():
+    """Catches: a tensor over a file or a buffer that begins at an odd byte."""
+    raw = bytearray(range(64))
+    for start in range(5):
+        value = torch.frombuffer(raw, dtype=torch.uint8, offset=start, count=32)
+        assert digest(value) == digest(value.clone())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_any_layout():
+    """Catches: errors for sparse, conjugated, expanded and blocked tensors."""
+    value = sample(12).view(3, 4)
+    assert digest(value.to_sparse()) == digest(value)
+    assert digest(value.to_sparse_csr()) == digest(value)
+    row = sample(4).expand(3, 4)
+    assert digest(row) == digest(row.contiguous())
+    numbers = torch.complex(sample(6), -sample(6))
+    assert digest(numbers.conj()) == digest(numbers.conj().resolve_conj()) != digest(numbers)
+    assert digest(numbers.conj().imag) == digest(numbers.conj().imag.resolve_neg())
+    images = sample(48).view(2, 2, 3, 4).to(memory_format=torch.channels_last)
+    assert digest(images) == digest(images.contiguous())

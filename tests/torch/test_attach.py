@@ -56,6 +56,8 @@ def told(request, tmp_path_factory):
         [
             *({"id": f"unused {view} {to_none}", "do": "unused", "ranks": 2, "view": view,
                "to_none": to_none} for view in (True, False) for to_none in (True, False)),
+            {"id": "unused hook", "do": "unused", "ranks": 2, "view": False, "to_none": False,
+             "door": "hook"},
             {"id": "detach", "do": "detach", "ranks": 4, "cases": detached},
             *({"id": name, "do": name, "ranks": 2}
               for name in ("detach_unused", "amp", "amp_ledger", "clip", "static", "sparse")),
@@ -64,7 +66,7 @@ def told(request, tmp_path_factory):
         [
             *({"id": name, "do": name, "ranks": 2}
               for name in ("kinds", "hook_pair", "disabled", "decayed", "refused", "different",
-                           "drifted", "unfrozen")),
+                           "drifted", "unfrozen", "twice")),
             *({"id": f"scaled {codec}", "do": "scaled", "ranks": 2, "codec": codec}
               for codec in SCALED),
             {"id": "warmup", "do": "warmup", "ranks": 2, "steps": 2},
@@ -200,6 +202,13 @@ def test_unused_parameters_lose_nothing(told, view, to_none):
     assert found["owed"] == [[], [], unused, unused] * 2
 
 
+def test_a_bare_hook_loses_nothing_of_unused_parameters(told):
+    """Catches: a hook that takes zeros in .grad for the mean, since it cannot ask DDP."""
+    found = one(told.results("unused hook", range(2)))
+    assert largest(found["gaps"]) < ROUNDING
+    assert [len(owed) for owed in found["owed"]] == [0, 0, 1, 1] * 2
+
+
 def test_a_static_graph_loses_nothing(told):
     """Catches: steps that are not counted, or state lost when buckets are made after two steps."""
     found = one(told.results("static", range(2)))
@@ -299,11 +308,13 @@ def test_compiled_models(told):
     """Catches: names that torch.compile has changed, gradients that are not found by parameter."""
     results = told.results("compiled", range(2))
     for how in ("not", "inside", "around"):
-        found = one([result[how] for result in results])
-        assert found["names"][:2] == ["5.bias", "5.weight"] and len(found["names"]) == 8
-        assert found["kept"] == ["0.weight", "3.weight", "5.weight"]
-        assert found["steps"] == 3
-        assert found["bits"] == results[0]["not"]["bits"]  # aot_eager computes as eager does
+        for more in ("", " momentum"):
+            found = one([result[how + more] for result in results])
+            assert found["names"][:2] == ["5.bias", "5.weight"] and len(found["names"]) == 8
+            assert found["kept"] == ["0.weight", "3.weight", "5.weight"]
+            assert found["steps"] == 3
+            # aot_eager computes as eager does
+            assert found["bits"] == results[0]["not" + more]["bits"]
 
 
 def test_enabled_false_is_plain_ddp(told):
@@ -446,15 +457,6 @@ def test_figures_are_logged_on_rank_0(told):
     assert scalars["hipress/seconds_per_step/encode", 4] > 0
 
 
-def test_a_run_without_compression_is_warned_of(told):
-    """Catches: a silent no-op."""
-    lines = told.results("figures", range(1))[0]["none"]["lines"]
-    assert [text for level, text in lines if level == "WARNING"] == [
-        "no gradient is compressed: all are exempt (see sync.skipped); lower min_size, or give "
-        "include=."
-    ]
-
-
 # --- errors ---------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -482,6 +484,16 @@ def test_what_is_refused_and_how(told, case):
     assert kind == "UsageError"
     assert REFUSED[case] in text
     assert "\n" not in text
+
+
+def test_a_second_backward_on_top_of_the_means(told):
+    """Catches: momentum of momentum without a word, on some ranks only, or with a hang."""
+    found = one(told.results("twice", range(2)))
+    for codec in ("momentum(ef(onebit))", "dgc(ratio=0.05)"):
+        (kind, text, _), steps = found[codec]
+        assert (kind, steps) == ("UsageError", 2)
+        assert "were added to the means of step 2, of which" in text
+    assert found["onebit"] == [["nothing", "", []], 3]
 
 
 def test_a_refused_second_attach_leaves_the_first_alone(told):

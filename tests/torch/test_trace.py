@@ -482,6 +482,25 @@ def test_a_disk_that_fails_in_the_end_does_not_end_training(tmp_path, caplog, mo
     assert record.getMessage() == expected
 
 
+def test_a_trace_that_cannot_be_drawn_does_not_end_training(tmp_path, caplog, monkeypatch):
+    """Catches: an error on rank 0 alone, for which all other ranks would wait."""
+    module = model()
+
+    def broken(traces):
+        raise ValueError("a clock ran backwards")
+
+    def work(tracer, engine):
+        tracer.begin(tmp_path / "t.json", 1)
+        monkeypatch.setattr(tracing, "chrome_trace", broken)
+        step(module, tracer, engine)
+        assert not tracer.active
+
+    alone(module, work)
+    (record,) = [record for record in caplog.records if record.name == "hipress"]
+    assert record.levelname == "WARNING"
+    assert record.getMessage().endswith("t.json: ValueError: a clock ran backwards.")
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

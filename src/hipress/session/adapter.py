@@ -82,6 +82,28 @@ class Adapter:
         """Returns the learning rate of each gradient, as far as it is known."""
         return {}
 
+    def rate_groups(self) -> Mapping[str, int]:
+        """Returns a number for each gradient; those with one number share a learning rate."""
+        return {}
+
+    def applies_momentum(self, names: Sequence[str]) -> bool:
+        """Returns whether the optimizer is known to apply momentum to all these gradients."""
+        return False
+
+    def note_means(self, names: Sequence[str]) -> None:
+        """Takes note that the means of a step have been handed out.
+
+        Args:
+            names: Gradients whose codec applies momentum; there is at least one.
+        """
+
+    def holds_means(self) -> bool:
+        """Returns whether the means of the last step are still in the gradients of this one.
+
+        A codec with momentum would take momentum of them a second time.
+        """
+        return False
+
     def weights(self, name: str) -> torch.Tensor:
         """Returns a parameter's elements, flat, for codecs that apply weight decay."""
         raise NotImplementedError("this adapter does not give weights to codecs")

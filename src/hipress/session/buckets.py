@@ -11,8 +11,10 @@ from hipress.codecs.base import Codec
 from hipress.session.adapter import GradientSpec
 from hipress.session.selection import Choice
 
-MOMENTUM = frozenset({"momentum", "velocity"})
-"""Names of codec state that hold an average of past gradients."""
+WRAPPED = frozenset({"momentum", "added_momentum"})
+"""Names that `momentum(...)` gives its state."""
+MOMENTUM = WRAPPED | {"velocity"}
+"""Names of codec state that hold an average of past gradients; `dgc` has `velocity`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Group:
     @property
     def wants_rate(self) -> bool:
         """Whether the codec must follow the learning rate."""
-        return "momentum" in self.codec.state_names
+        return bool(WRAPPED & set(self.codec.state_names))
 
     @property
     def wants_weights(self) -> bool:

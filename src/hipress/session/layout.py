@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -60,6 +61,15 @@ class Layout:
         self._buckets.clear()
         for gradient in list(self.gradients.values()):
             self._place(gradient.spec)
+
+    def regroup(self, rate_groups: Mapping[str, int]) -> None:
+        """Follows the optimizer where a gradient has moved to another group of learning rates."""
+        for name, number in rate_groups.items():
+            known = self.gradients.get(name)
+            if known is not None and known.spec.rate_group != number:
+                spec = replace(known.spec, rate_group=number)
+                self.gradients[name] = replace(known, spec=spec)
+                self._buckets.clear()  # their gradients may have to travel apart now
 
     def bucket(self, index: int, names: tuple[str, ...], buffer: torch.Tensor) -> Bucket:
         """Returns how the gradients that lie in a buffer travel."""

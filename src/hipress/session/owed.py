@@ -59,6 +59,7 @@ class Owed(dict[str, torch.Tensor]):
             adapter: Knows what was thrown away.
             only_compressed: Whether uncompressed gradients contain nothing that was owed.
         """
+        dropped: list[tuple[str, torch.Tensor]] = []
         for bucket, buffer in self._sent:
             for group in bucket.groups:
                 if only_compressed and group.codec.name == "none":
@@ -66,10 +67,16 @@ class Owed(dict[str, torch.Tensor]):
                 for name, (start, stop) in zip(group.names, group.spans, strict=True):
                     sent = buffer[start:stop]
                     if adapter.was_dropped(name, sent):
-                        # A step with NaN is skipped, and drops what was sent in it.
-                        if sent.isfinite().all() and sent.any():
-                            self[name] = sent.to(torch.float32, copy=True)
+                        dropped.append((name, sent))
         self._sent.clear()
+        if not dropped:
+            return
+        # A step with NaN is skipped, and drops what was sent in it.
+        flags = [sent.isfinite().all() & sent.any() for _, sent in dropped]
+        counts = torch.stack(flags).tolist()  # the only time that the host waits for a GPU
+        for (name, sent), is_kept in zip(dropped, counts, strict=True):
+            if is_kept:
+                self[name] = sent.to(torch.float32, copy=True)
 
     def scale(self, ratio: float) -> None:
         """Brings everything to another loss scale."""

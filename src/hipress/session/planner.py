@@ -14,6 +14,7 @@ from hipress.probe.cache import Points
 from hipress.profile import Machine, ModelProfile, Profile
 from hipress.secopa import search
 from hipress.secopa.budget import BUDGETS, CAREFUL, PASSED, Budget
+from hipress.session.buckets import has_momentum
 from hipress.session.selection import can_take
 from hipress.session.timing import MODEL_TIMES, GradientTimer, merged
 
@@ -61,7 +62,12 @@ def allowed(
     for name in found:
         if not isinstance(name, str):
             raise UsageError(f"codecs holds {name!r}; give expressions such as 'int8'.")
-        named_codec(name)
+        if has_momentum(named_codec(name)):
+            raise UsageError(
+                f"codecs holds {name!r}, which applies momentum, and auto also runs uncompressed "
+                "steps, in which nothing would apply it; name codecs without momentum, such as "
+                f"'onebit', or give codec={name!r} in place of auto."
+            )
     return tuple(dict.fromkeys(found))
 
 

@@ -20,8 +20,7 @@ def digest(value: torch.Tensor) -> int:
         >>> digest(a) == digest(a.clone()), digest(a) == digest(a.flip(0))
         (True, False)
     """
-    flat = value.detach().contiguous().view(-1)
-    whole = flat.view(torch.uint8)
+    whole = _bytes(value)
     words = whole[: whole.numel() // 4 * 4].view(torch.int32)
     rest = whole[words.numel() * 4 :]
     square = words[: words.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
@@ -60,6 +59,17 @@ def compare(told: Sequence[Mapping[str, str]], step: int) -> None:
                 "checkpoint.",
                 ranks=tuple(ranks),
             )
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of the elements, where they may be read as words of four."""
+    value = value.detach()
+    if value.layout is not torch.strided:
+        value = value.to_dense()
+    whole = value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    # A view of 16-bit elements may begin between two words.
+    is_aligned = whole.storage_offset() % 4 == 0 and whole.data_ptr() % 4 == 0
+    return whole if is_aligned else whole.clone()
 
 
 def _weighted(values: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,14 @@ class Rules:
     include: tuple[str, ...] = ()
     min_size: int = MIN_SIZE
 
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """The codecs that a gradient may be given, `none` among them."""
+        if self.plan is None:
+            return (self.codec,)
+        names = {made.codec for made in self.plan.gradients.values()}
+        return tuple(self.codec if n == ANY else named_codec(n) for n in sorted(names))
+
     def choice(self, spec: GradientSpec) -> Choice:
         """Returns what happens to a gradient."""
         reason = self._reason(spec)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.handle import joint
@@ -28,7 +30,7 @@ from hipress.plan import Plan
 from hipress.session import checkpoint, replicas, selection, shards
 from hipress.session.adapter import Adapter, GradientSpec
 from hipress.session.auto import Auto, note_step_end
-from hipress.session.buckets import Bucket, Gradient, Group
+from hipress.session.buckets import Bucket, Gradient, Group, has_momentum
 from hipress.session.groups import as_tensor, engine_of
 from hipress.session.layout import Layout
 from hipress.session.mode import Mode, StepMode
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hipress")
 
 Future = torch.futures.Future[torch.Tensor]
+
+SMALLEST_RATE = 1e-20
+"""A smaller learning rate moves no parameter; the ratio of another rate to it might overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +115,23 @@ class Session:
         self.scale = 1.0
         """Loss scale in which codec state is kept."""
         self.rates: dict[str, float] = {}
-        """Learning rate of the last step by gradient."""
+        """Learning rate of the last step by gradient; rates of 0 are left out."""
         self.loaded: dict[str, Any] | None = None
         """A loaded checkpoint, until the step after it is done."""
         self.plain = PlainSum(group)
         self.auto: Auto | None = None
+        self._writer = settings.writer
+        """None if there is none, or it has failed."""
+        if settings.warmup_steps and enabled:
+            _check_warmup(rules, settings.warmup_steps)
         first = Mode.WARMUP if settings.warmup_steps else Mode.COMPRESSED
         self.mode = StepMode(first if enabled else Mode.DETACHED)
         self._engine: Engine | None = None
         self._warned: set[str] = set()
         self._tracer: Tracer | None = None
         self._rate_ratios: dict[str, float] = {}
+        self._with_momentum: list[str] = []
+        """Gradients whose codec applies momentum."""
         self._failure: BaseException | None = None
         self._flats: dict[tuple[str, ...], torch.Tensor] = {}
         """Buffers of `average`."""
@@ -139,7 +150,9 @@ class Session:
 
         Args:
             gradients: Arrays by name, all or some of those registered, the same on all ranks:
-                NumPy arrays, torch tensors, or anything with `__dlpack__` that shares memory.
+                NumPy arrays, torch tensors, or anything with `__dlpack__` that shares memory. They
+                hold the gradient of this step alone: a codec with momentum would take momentum of
+                a mean that is left in them a second time.
 
         Example:
             >>> import numpy, torch.distributed as dist, hipress.session
@@ -258,6 +271,7 @@ class Session:
             self.auto.stop()
         if self.mode.current is Mode.FLUSHING:
             self.mode.end_flush()
+        self.warn_of_momentum(self._with_momentum, "after detach")
         self.mode.flush(then=Mode.DETACHED)
 
     def timeline(self, path: str, steps: int = 10) -> None:
@@ -349,6 +363,8 @@ class Session:
         """Decides for gradients, given in the order in which backward computes them."""
         for gradient in self.layout.register(specs, self.engine, self.adapter.bucket_numel):
             checkpoint.restore(self, gradient)
+            if has_momentum(gradient.choice.codec):
+                self._with_momentum.append(gradient.name)
 
     def use_auto(self, planner: Planner) -> None:
         """Lets `auto` decide from step to step, starting with uncompressed steps."""
@@ -371,12 +387,27 @@ class Session:
             "%d of %d gradients (%.1f %% of the elements) are compressed with %s.",
             len(compressed), len(self.gradients), 100 * inside / max(total, 1), codecs,
         )  # fmt: skip
-        if not compressed:
+        if not compressed and any(codec.name != "none" for codec in self.rules.codecs):
             _log.warning(
                 "no gradient is compressed: all are exempt (see sync.skipped); lower min_size, or "
                 "give include=."
             )
         self._warn()
+
+    def warn_of_momentum(self, names: Sequence[str], when: str) -> None:
+        """Warns on rank 0 that the codec's momentum is missing, unless the optimizer has its own.
+
+        Args:
+            names: Gradients whose codec applies momentum.
+            when: When it does not work.
+        """
+        rank = dist.get_rank(self.process_group) if dist.is_initialized() else 0
+        if rank == 0 and names and not self.adapter.applies_momentum(names):
+            _log.warning(
+                "%s applies momentum, and %s nothing does: set the momentum of the optimizer, e.g. "
+                "group['momentum'] = 0.9 in SGD's param_groups.",
+                " and ".join(c.name for c in self.rules.codecs if has_momentum(c)), when,
+            )  # fmt: skip
 
     def facts(self) -> dict[str, Any]:
         """Returns what ranks compare before the first step."""
@@ -421,6 +452,7 @@ class Session:
             return
         self.owed.forget_sent()
         self._advance_mode()
+        self._check_gradients()
         every = self.settings.check_every
         if every and self.step % every == 0:
             self.check_replicas()
@@ -464,8 +496,7 @@ class Session:
                 names=group.names,
                 placements=group.placements if warm else None,
                 step=self.step,
-                # All gradients of a group have one learning rate.
-                lr_ratio=self._rate_ratios.get(group.names[0]) if group.wants_rate else None,
+                lr_ratio=self._rate_ratio(group),
                 weights=self._weights(group) if group.wants_weights else None,
                 loss_scale=self.scale,
             )
@@ -481,6 +512,8 @@ class Session:
             return
         if self._failure is not None:
             raise self._failure
+        if self._with_momentum:
+            self.adapter.note_means(self._with_momentum)
         self.owed.keep_dropped(self.adapter, only_compressed=self.auto is None)
         # What was sent for a parameter that no rank used is owed, and flushed again.
         if self.mode.current is Mode.FLUSHING and not (self.mode.is_leaving and self.owed):
@@ -499,8 +532,8 @@ class Session:
         if every and self.step % every == 0 and self.engine.transport.rank == 0:
             stats = self.stats()
             _log.info(log_line(self.step, stats))
-            if self.settings.writer is not None:
-                write_scalars(self.settings.writer, self.step, stats)
+            if self._writer is not None and not write_scalars(self._writer, self.step, stats):
+                self._writer = None
         if self.auto is not None and not self.mode.is_leaving:
             self.auto.end(self.engine)
 
@@ -525,6 +558,19 @@ class Session:
             self._install(plan)
         elif self.mode.current is Mode.WARMUP and self.step >= self.settings.warmup_steps:
             self.mode.end_warmup()
+
+    def _check_gradients(self) -> None:
+        """Raises if a codec would take momentum of what is momentum already."""
+        if not (self._with_momentum and self.mode.current.compresses):
+            return
+        if self.adapter.holds_means():
+            codec = self.gradients[self._with_momentum[0]].choice.codec.name
+            raise UsageError(
+                f"the gradients of this backward pass were added to the means of step {self.step}, "
+                f"of which {codec} would take momentum a second time: call optimizer.zero_grad() "
+                "between two backward passes, put all but the last one of a step in "
+                "model.no_sync(), or take a codec without momentum, such as onebit."
+            )
 
     def _uses_engine(self, bucket: Bucket) -> bool:
         """Whether the bucket is exchanged as decided, and not by one uncompressed sum."""
@@ -574,12 +620,42 @@ class Session:
         self.scale = scale
 
     def _follow_rates(self) -> None:
-        """Notes by how much the learning rate of each gradient has changed."""
+        """Notes by how much the learning rate of each gradient has changed.
+
+        A rate of 0 applies nothing: residuals stay as they are, and the rate that they belong to is
+        kept until there is another one.
+        """
+        if not self._with_momentum:
+            return  # reading a rate may make the host wait for a GPU
+        self.layout.regroup(self.adapter.rate_groups())
+        self._rate_ratios = {}
         for name, now in self.adapter.learning_rates().items():
-            if now == 0.0:  # nothing is applied, so nothing changes
-                continue
-            self._rate_ratios[name] = self.rates.get(name, now) / now
-            self.rates[name] = now
+            if _moves(now):
+                last = self.rates.get(name, now)
+                self._rate_ratios[name] = last / now if _moves(last) else 1.0
+                self.rates[name] = now
+
+    def _rate_ratio(self, group: Group) -> float | None:
+        """Returns the factor on the residuals of a group, whose gradients have one rate."""
+        if not group.wants_rate or not self.rates:
+            return None
+        return self._rate_ratios.get(group.names[0], 1.0)
+
+
+def _moves(rate: float) -> bool:
+    """Returns whether parameters move with this learning rate; NaN and infinity ruin them."""
+    return math.isfinite(rate) and abs(rate) >= SMALLEST_RATE
+
+
+def _check_warmup(rules: Rules, num_steps: int) -> None:
+    for codec in rules.codecs:
+        if has_momentum(codec):
+            raise UsageError(
+                f"warmup_steps is {num_steps} and {codec.name} applies momentum, which nothing "
+                "would apply in uncompressed steps: leave warmup_steps out, take a codec without "
+                "momentum, such as onebit, or use the warm-up of dgc, e.g. "
+                f"dgc(warmup={num_steps})."
+            )
 
 
 def _digest(plan: Plan) -> str:

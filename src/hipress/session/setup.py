@@ -13,6 +13,7 @@ from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.session import planner, selection
 from hipress.session.adapter import GradientSpec
+from hipress.session.buckets import has_momentum
 from hipress.session.planner import Planner
 from hipress.session.selection import Rules
 from hipress.session.session import Session, Settings
@@ -101,6 +102,11 @@ def begin(
     selection.check_names(decision.rules, names)
     show_log(session.settings, is_auto=decision.is_auto and session.enabled)
     if not session.enabled:
+        choices = {spec.name: decision.rules.choice(spec) for spec in specs}
+        session.warn_of_momentum(
+            [name for name, choice in choices.items() if has_momentum(choice.codec)],
+            "with enabled=False",
+        )
         return session
     if not specs:
         raise UsageError("the model has no parameter that is trained; there is nothing to attach.")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hipress.session.auto import AutoStats
     from hipress.session.session import Session
+
+_log = logging.getLogger("hipress")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +98,24 @@ def log_line(step: int, stats: Stats) -> str:
     )
 
 
-def write_scalars(writer: Any, step: int, stats: Stats) -> None:
-    """Writes the figures to a TensorBoard `SummaryWriter`, or anything with its `add_scalar`."""
+def write_scalars(writer: Any, step: int, stats: Stats) -> bool:
+    """Writes the figures to a TensorBoard `SummaryWriter`, or anything with its `add_scalar`.
+
+    Returns:
+        Whether it went well; if not, the error has been logged.
+    """
+    try:
+        _write(writer, step, stats)
+    except Exception as error:  # no reason to end a training run
+        _log.warning(
+            "the writer failed in step %d and gets no more scalars (%s: %s).",
+            step, type(error).__name__, error,
+        )  # fmt: skip
+        return False
+    return True
+
+
+def _write(writer: Any, step: int, stats: Stats) -> None:
     steps = max(stats.num_steps, 1)
     writer.add_scalar("hipress/sent_bytes_per_step", stats.sent_bytes / steps, step)
     writer.add_scalar("hipress/ratio", stats.ratio, step)

@@ -137,7 +137,7 @@ class Tracer(StepObserver):
         )
         gathered = self._gather(own.to_bytes())
         if own.rank == 0:
-            self._write(chrome_trace([RankTrace.from_bytes(data) for data in gathered]))
+            self._write(gathered)
 
     def cancel(self) -> None:
         """Stops and drops what was recorded; not collective."""
@@ -193,17 +193,17 @@ class Tracer(StepObserver):
             )
         )
 
-    def _write(self, trace: dict[str, Any]) -> None:
+    def _write(self, gathered: Sequence[bytes]) -> None:
         try:
-            write(self._path, trace)
-        except OSError as error:  # no reason to end a training run
-            _log.warning("the timeline could not be written to %s: %s.", self._path, error.strerror)
+            write(self._path, chrome_trace([RankTrace.from_bytes(data) for data in gathered]))
+        except Exception as error:  # no reason to end a training run
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            _log.warning("the timeline could not be written to %s: %s.", self._path, reason)
             return
-        num_ranks = len(trace["otherData"]["clocks"])
         _log.info(
             "%d steps of %d ranks are drawn in %s: open it at https://ui.perfetto.dev.",
             self._step,
-            num_ranks,
+            len(gathered),
             self._path,
         )
 

@@ -60,7 +60,17 @@ class DDPAdapter(Adapter):
         self._buckets: dict[int, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         self._module: weakref.ref[DistributedDataParallel] | None = None
         self._facts: dict[str, Any] = {}
-        self._finds_unused = False
+        self._may_drop = True
+        """Whether DDP may keep the mean of a parameter to itself; a bare hook cannot know."""
+        self._announces = False
+        """Whether a bare hook has yet to log what is compressed, after its first step."""
+        self._versions: dict[str, int | None] = {}
+        """How often the `.grad` of each parameter had been written when its bucket was ready."""
+        self._watched: torch.Tensor | None = None
+        """A parameter that stands for all those whose codec applies momentum."""
+        self._watching: Any = None
+        self._holds_means = False
+        """Whether its `.grad` has not been cleared since the last step."""
         self._watchdog = Watchdog(hipress_settings.timeout_s())
 
     # --- setting up -------------------------------------------------------------------------------
@@ -69,7 +79,7 @@ class DDPAdapter(Adapter):
         """Reads the settings of a DDP model."""
         # The model's hook holds this object through C++, where no collector sees a cycle.
         self._module = weakref.ref(ddp)
-        self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
+        self._may_drop = ddp.find_unused_parameters or ddp.static_graph
         self._facts = {
             "bytes of a bucket": int(ddp.bucket_bytes_cap),
             "find_unused_parameters": ddp.find_unused_parameters,
@@ -141,9 +151,14 @@ class DDPAdapter(Adapter):
         if not session.is_open:  # a bare hook
             session.open(buffer.device)
             self._watch_engine(session)
+            self._announces = True
         if index == 0:
             self._watchdog.enter()
         names = self._names_of(session, bucket)
+        if self._may_drop:
+            for name in names:
+                given = self._parameters[name].grad
+                self._versions[name] = None if given is None else given._version
         if index == 0:
             session.begin_step()
         future = session.exchange(index, names, buffer)
@@ -179,6 +194,9 @@ class DDPAdapter(Adapter):
             except BaseException:
                 self._watchdog.error_was_raised()
                 raise
+            if self._announces:
+                self._announces = False
+                session.announce()
 
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # DDP queues its own callback, which hands the means out, after this hook returns; one that
@@ -218,12 +236,67 @@ class DDPAdapter(Adapter):
     def learning_rates(self) -> Mapping[str, float]:
         """Returns the optimizer's learning rates."""
         groups = () if self._optimizer is None else self._optimizer.param_groups
+        rates = [group.get("lr") for group in groups]
+        # Each is read once: for a tensor on a GPU the host waits.
+        known = [None if rate is None else float(rate) for rate in rates]
         return {
-            self._names[id(parameter)]: float(group["lr"])
-            for group in groups
-            for parameter in group["params"]
+            name: rate
+            for name, number in self.rate_groups().items()
+            if (rate := known[number]) is not None
+        }
+
+    def rate_groups(self) -> Mapping[str, int]:
+        """Returns the number of each parameter's group in the optimizer."""
+        return {
+            self._names[id(parameter)]: number
+            for number, parameter in self._optimized()
             if id(parameter) in self._names
         }
+
+    def applies_momentum(self, names: Sequence[str]) -> bool:
+        """Returns whether the optimizer has momentum for these, or averages as Adam does."""
+        if self._optimizer is None:
+            return False
+        groups, found = self._optimizer.param_groups, self.rate_groups()
+        numbers = {found.get(name) for name in names}
+        return all(n is not None and optimizer_checks.has_momentum(groups[n]) for n in numbers)
+
+    def note_means(self, names: Sequence[str]) -> None:
+        """Watches the `.grad` of one of these parameters until it is cleared."""
+        if self._watched is None or self._watched.grad is None:
+            self._watch(names)
+        self._holds_means = self._watched is not None
+
+    def holds_means(self) -> bool:
+        """Returns whether `.grad` has not been None or zero since the means were handed out.
+
+        It is asked when a gradient is about to be added to the watched `.grad`, and when the first
+        bucket is ready.
+        """
+        if self._holds_means:
+            assert self._watched is not None
+            given = self._watched.grad
+            self._holds_means = given is not None and bool(given.any())
+        return self._holds_means
+
+    def _watch(self, names: Sequence[str]) -> None:
+        if self._watching is not None:
+            self._watching.remove()
+        trained = {id(parameter) for _, parameter in self._optimized()}
+        parameters = [self._parameters[name] for name in names]
+        self._watched = min(
+            (p for p in parameters if p.grad is not None and (not trained or id(p) in trained)),
+            key=torch.Tensor.numel,
+            default=None,
+        )
+        if self._watched is not None:
+            own = weakref.ref(self)  # the parameter must not keep this object alive
+
+            def look(_: torch.Tensor) -> None:
+                if (adapter := own()) is not None:
+                    adapter.holds_means()
+
+            self._watching = self._watched.register_hook(look)  # type: ignore[no-untyped-call]
 
     def weights(self, name: str) -> torch.Tensor:
         """Returns a parameter, flat."""
@@ -243,11 +316,13 @@ class DDPAdapter(Adapter):
     def was_dropped(self, name: str, sent: torch.Tensor) -> bool:
         """Returns whether DDP kept the mean of a parameter that no rank used to itself."""
         given = self._parameters[name].grad
-        if given is None or not self._finds_unused:
+        if given is None or not self._may_drop:
             return given is None
         if given.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr():
-            return False
-        return not torch.equal(flat(given).view(torch.uint8), sent.view(torch.uint8))
+            return False  # a view of the bucket, which holds the mean
+        # DDP writes the mean into a `.grad` that is there; comparing values would make the host
+        # wait for a GPU.
+        return given._version == self._versions[name]
 
     def warnings(self, compressed: Sequence[tuple[str, Codec]]) -> list[str]:
         """Returns what the optimizer applies a second time."""

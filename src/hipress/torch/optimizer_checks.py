@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hipress.codecs.base import Codec
-from hipress.session.buckets import applies_decay, has_momentum
+from hipress.session import buckets
 
 
 def warnings(
@@ -28,6 +28,11 @@ def warnings(
     return list(dict.fromkeys(found))
 
 
+def has_momentum(group: dict[str, Any]) -> bool:
+    """Returns whether an optimizer averages the past gradients of one of its groups."""
+    return bool(group.get("momentum") or "betas" in group)
+
+
 def is_plain_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
     """Returns whether an optimizer is SGD without momentum."""
     return isinstance(optimizer, torch.optim.SGD) and not any(
@@ -39,7 +44,7 @@ def _about(kind: str, group: dict[str, Any], codec: Codec) -> list[str]:
     found = []
     momentum = group.get("momentum") or 0.0
     adaptive = "betas" in group
-    if has_momentum(codec):
+    if buckets.has_momentum(codec):
         if momentum:
             found.append(
                 f"{codec.name} sends momentum and {kind} has momentum={momentum:g} on the same "
@@ -53,13 +58,13 @@ def _about(kind: str, group: dict[str, Any], codec: Codec) -> list[str]:
                 "int8 or topk, or SGD."
             )
         decay = group.get("weight_decay") or 0.0
-        if decay and not adaptive and not applies_decay(codec):
+        if decay and not adaptive and not buckets.applies_decay(codec):
             found.append(
                 f"{kind} has weight_decay={decay:g}, which acts on what {codec.name} has "
                 "accumulated already: set it to 0 there and give it to the codec, e.g. "
                 f"dgc(weight_decay={decay:g})."
             )
-    if applies_decay(codec) and (group.get("weight_decay") or 0.0):
+    if buckets.applies_decay(codec) and (group.get("weight_decay") or 0.0):
         found.append(
             f"{codec.name} decays weights and so does {kind} (weight_decay="
             f"{group['weight_decay']:g}): set the optimizer's to 0 for compressed parameters."

@@ -203,12 +203,16 @@ def amp_ledger(rank, num_ranks):
 # --- what models may hold -------------------------------------------------------------------------
 
 
-def unused(rank, num_ranks, view, to_none):
+def unused(rank, num_ranks, view, to_none, door="attach"):
     """What is lost where a parameter takes part on all ranks, on one, on none, in turns."""
     module = Halves()
     ddp = wrap(module, find_unused_parameters=True, gradient_as_bucket_view=view)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    sync = hipress.attach(ddp, "onebit")
+    if door == "attach":
+        sync = hipress.attach(ddp, "onebit")
+    else:
+        sync, hook = hipress.torch.comm_hook("onebit")
+        ddp.register_comm_hook(sync, hook)
     ledger, owed = Ledger(module), []
     for step in range(8):
         use = step % 4 == 0 or (step % 4 == 1 and rank == 0)
@@ -223,6 +227,10 @@ def unused(rank, num_ranks, view, to_none):
         owed.append(sorted(sync.owed))
         optimizer.step()
     state = sync.state_dict()
+    if door != "attach":  # the hook has names of its own
+        names = {sync.adapter._names[id(p)]: name for name, p in module.named_parameters()}
+        for part in ("mean", "owed"):
+            state[part] = {names[name]: value for name, value in state[part].items()}
     return {"gaps": ledger.gaps(state), "owed": owed, "bits": bits(module)}
 
 
@@ -522,20 +530,22 @@ def hook_pair(rank, num_ranks):
 def compiled(rank, num_ranks, backend):
     """Compiled inside DDP and around it: names, bits, and the way of the same model uncompiled."""
 
-    def run(kind):
+    def run(kind, codec="onebit"):
         module = mlp()
         inner = torch.compile(module, backend=backend) if kind == "inside" else module
         ddp = DDP(inner, bucket_cap_mb=1)
         outer = torch.compile(ddp, backend=backend) if kind == "around" else ddp
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-        sync = hipress.attach(outer, "onebit", check_every=2)
+        sync = hipress.attach(outer, codec, check_every=2)
         train(outer, optimizer, rank, range(3))
         return {
             "names": list(sync.gradients), "bits": bits(module),
             "kept": sorted({key.name for key, _ in sync.engine.states}), "steps": sync.step,
         }  # fmt: skip
 
-    return {kind: run(kind) for kind in ("not", "inside", "around")}
+    kinds = ("not", "inside", "around")
+    momentum = {f"{kind} momentum": run(kind, "momentum(ef(onebit))") for kind in kinds}
+    return {kind: run(kind) for kind in kinds} | momentum
 
 
 def disabled(rank, num_ranks):
@@ -665,6 +675,17 @@ def scaled(rank, num_ranks, codec):
 
 
 # --- errors ---------------------------------------------------------------------------------------
+
+
+def twice(rank, num_ranks):
+    """A second backward on top of the means, with codecs that apply momentum and another."""
+    found = {}
+    for codec in ("momentum(ef(onebit))", "dgc(ratio=0.05)", "onebit"):
+        module, ddp, optimizer, sync = setup(codec)
+        train(ddp, optimizer, rank, range(2))
+        error = kinds_of_error(lambda ddp=ddp: loss_of(ddp, rank, 2).backward())
+        found[codec] = [error, sync.step]
+    return found
 
 
 def refused(rank, num_ranks):
