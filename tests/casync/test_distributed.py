@@ -26,7 +26,7 @@ CODECS = ["none", "onebit", "topk(ratio=0.05)", "terngrad"]
 GROUPS = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 2]]
 WIRE = [("none", "ps"), ("int8", "ps"), ("fp16", "ring"), ("int8", "allreduce")]
 KILL_S = 10
-"""HIPRESS_TIMEOUT where a rank is killed."""
+"""Until a killed rank must be named, with the default timeout."""
 LOST_S = 6
 """HIPRESS_TIMEOUT where a rank is cut off or frozen."""
 LATE_S = 10
@@ -173,18 +173,25 @@ def test_ranks_that_differ_are_named_on_all_ranks(quiet):
 
 KILLED = [(strategy, codec, 2) for strategy, codec in zip(STRATEGIES, CODECS, strict=False)]
 KILLED.append(("ps", "onebit", 0))  # who holds the store
+NOT_EXCHANGING = [("agree", 2), ("agree", 0), ("outside", 2), ("outside", 0), ("first", 0)]
+"""Where the others are as a rank is killed, and that rank."""
 
 
 @pytest.fixture(scope="module")
 def killed(lab, request):
     """What the others tell when a rank is killed, in several ways at once."""
     cases = selected(request, "test_a_killed_rank_is_named_on_all_others", "case")
+    others = selected(request, "test_a_rank_killed_outside_exchanges_is_named", "case")
     told = Told()
     played = [
         {"id": f"{strategy} {victim}", "do": "forever", "ranks": 4, "strategy": strategy,
-         "codec": codec, "victim": victim, "env": {"HIPRESS_TIMEOUT": str(KILL_S)}}
+         "codec": codec, "victim": victim}
         for strategy, codec, victim in cases
     ]  # fmt: skip
+    played += [
+        {"id": f"{where} {victim}", "do": "loses", "ranks": 3, "where": where, "victim": victim}
+        for where, victim in others
+    ]
     start(lab, told, played).wait(240)
     return told
 
@@ -207,6 +214,24 @@ def test_a_killed_rank_is_named_on_all_others(killed, case):
         assert re.search(rf"\brank {victim}\b", text)
         assert at - died < KILL_S
         assert killed.find("exit", id=id, rank=rank) == [1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    thinned(
+        [pytest.param(case, id=str(case)) for case in NOT_EXCHANGING],
+        lambda cell: cell.values[0] in (NOT_EXCHANGING[0], NOT_EXCHANGING[1]),
+    ),
+)
+def test_a_rank_killed_outside_exchanges_is_named(killed, case):
+    """Catches: a wait as long as torch's timeout, or torch's bare error of a store that is gone."""
+    where, victim = case
+    id = f"{where} {victim}"
+    (died,) = killed.find("died", id=id)
+    for rank in set(range(3)) - {victim}:
+        kind, text, ranks, at = killed.error(id, rank)
+        assert (kind, ranks) == ("PeerError", [victim]), text
+        assert at - died < KILL_S
 
 
 def lose(lab, how, undo, host, strategies):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -306,8 +307,9 @@ class Session:
     # --- setting up -------------------------------------------------------------------------------
 
     def open(self, device: torch.device) -> Engine:
-        """Makes the engine; collective."""
+        """Makes the engine, which ends with this session; collective."""
         self._engine = engine_of(self.process_group, device, Options(), self.settings.seed)
+        weakref.finalize(self, self._engine.close)
         return self._engine
 
     def register(self, specs: Iterable[GradientSpec]) -> None:
