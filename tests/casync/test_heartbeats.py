@@ -179,6 +179,16 @@ def test_a_broken_connection_among_the_living_names_nobody(ward):
     assert "all ranks are alive" in str(found) and "timed out" in str(found)
 
 
+def test_a_rank_that_ends_after_a_failure_does_not_take_the_blame(ward, quick):
+    """Catches: blame on the first rank that ends, not on the one that it ended for."""
+    watched = ward(4, 1800.0)
+    watched.silence(2)
+    watched.num_lost = 1
+    watched.wait([0, 1, 3], 5.0)
+    watched.ranks[0].close()
+    assert not heartbeats.has_left(watched.store, 0)
+
+
 def test_the_first_failure_is_what_all_say(ward):
     watched = ward(3, 2.0)
     watched.ranks[1].explain(FrameError("first"))

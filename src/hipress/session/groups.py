@@ -281,16 +281,16 @@ def _store(ranks: tuple[int, ...], rank: int) -> Any:
     """Returns a connection to the store, with a prefix of its own for each engine of some ranks."""
     import torch.distributed as dist
 
-    # Nothing public gives the store of a group.
+    found: Any = dist.distributed_c10d._get_default_store()  # nothing public gives it
+    members = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+    # Counted in the store, for each rank: processes that are started anew and others that stay
+    # begin again together, with a new store. It fails at once if the holder of the store is gone,
+    # to which a new connection would be tried for minutes.
+    number = found.add(f"hipress/{members}/made/{rank}", 1)
     # A clone, because the store itself holds the server on rank 0.
-    found: Any = dist.distributed_c10d._get_default_store()
     with opened_sockets() as made:
         whole = found.clone()
     connections(made, limits_sends=True)
-    members = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-    # Counted in the store, for each rank: processes that are started anew and others that stay
-    # begin again together, with a new store.
-    number = whole.add(f"hipress/{members}/made/{rank}", 1)
     return dist.distributed_c10d.PrefixStore(f"hipress/{members}/{number}", whole)
 
 

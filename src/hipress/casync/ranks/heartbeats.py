@@ -74,6 +74,7 @@ class Heartbeats:
         self._beat_s = min(LONGEST_BEAT_S, timeout_s / 10)
         self._on_failure = on_failure
         self._count = 0
+        self._has_failed = False
         self._closed = threading.Event()
         self._lock = threading.Lock()  # the store's connection serves one at a time
         self._thread = threading.Thread(target=self._run, name="hipress-heartbeat", daemon=True)
@@ -82,7 +83,10 @@ class Heartbeats:
             self._thread.start()
 
     def close(self) -> None:
-        """Stops the heartbeat and tells the others that this was intended."""
+        """Stops the heartbeat and tells the others that this was intended.
+
+        After a failure it does not: the others would take this rank for the one that has gone.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
@@ -92,6 +96,8 @@ class Heartbeats:
             self._thread.join(MISSED_BEATS * self._beat_s)
             if self._thread.is_alive():
                 return  # it is stuck in the store, and so would this call be
+            if self._has_failed:
+                return
             try:
                 with self._connection():
                     self._store.set(_key(self._rank), _BYE)
@@ -104,6 +110,7 @@ class Heartbeats:
         An error of this rank's own stays as it is. One of the transport becomes a PeerError that
         names the ranks that are gone, as far as heartbeats show.
         """
+        self._has_failed = True
         if not isinstance(error, LinkError | PeerError):
             self._report(f"rank {self._rank} failed: {first_line(error)}", [self._rank])
             return error
@@ -140,6 +147,7 @@ class Heartbeats:
                 if time.monotonic() - lost_since >= MISSED_BEATS * self._beat_s:
                     error = lost_store(self._rank, problem)
             if error is not None and not self._closed.is_set():
+                self._has_failed = True
                 self._on_failure(error)
                 return
 
