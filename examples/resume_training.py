@@ -44,9 +44,8 @@ def main() -> None:
     args = parser.parse_args()
     file = args.folder / "checkpoint.pt"
 
-    # A little longer than HIPRESS_TIMEOUT, which is 300. It bounds what DDP itself sends (such as
-    # the buffers of BatchNorm), for which torch would wait half an hour.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=330))
+    # How long DDP and HiPress wait for a rank that is late or frozen; without it half an hour.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     rank = dist.get_rank()
     torch.manual_seed(0)
     pixels, numbers = load_digits(return_X_y=True)

@@ -132,7 +132,9 @@ def _positive(raw: str) -> int:
     return value
 
 
-def _seconds(raw: str) -> float:
+def _seconds_or_none(raw: str) -> float | None:
+    if raw == "none":
+        return None
     value = float(raw)
     if not 1 <= value <= 10**6:
         raise ValueError(raw)
@@ -200,10 +202,10 @@ FASHION_MNIST = Setting(
 
 TIMEOUT = Setting(
     name="HIPRESS_TIMEOUT",
-    default=_fixed("300"),
-    meaning="seconds that a rank may be late before the others give up",
-    rule="a number of seconds from 1 to 1000000",
-    parse=_seconds,
+    default=_fixed("none"),
+    meaning="seconds that a rank may be late before the others give up; none: as many as torch",
+    rule="a number of seconds from 1 to 1000000, or none",
+    parse=_seconds_or_none,
 )
 
 SETTINGS: tuple[Setting[Any], ...] = (CACHE_DIR, THREADS, BACKEND, LOG, FASHION_MNIST, TIMEOUT)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.ranks import agreement
@@ -131,6 +131,67 @@ def test_a_rank_that_never_comes_is_named_in_time(absent, monkeypatch):
             result
         )
         assert 0.9 < seconds < 4
+
+
+class Gone:
+    """A store whose holder has died."""
+
+    def __getattr__(self, name):
+        def call(*_):
+            raise DistNetworkError("[TCPStore.cpp:106] [c10d] recv, Connection reset by peer\nmore")
+
+        return call
+
+
+CALLS = {
+    "agree": lambda c: c.agree("tea", {}),
+    "gather": lambda c: c.gather(b"leaves"),
+    "post": lambda c: c.post(70, "milk"),
+    "read_post": lambda c: c.read_post(70, "the order"),
+    "clock_offset": lambda c: c.clock_offset(),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_store_that_is_gone_is_blamed_on_its_holder(call, rank):
+    """Catches: torch's bare DistNetworkError in the first step, state_dict or the replica check."""
+    with pytest.raises(PeerError) as found:
+        CALLS[call](Agreement(Gone(), rank, 2, timeout_s=60))
+    assert found.value.ranks == ((0,) if rank else ())
+    assert str(found.value).startswith(f"rank {rank} does not reach the store: ")
+    assert "is gone ([c10d] recv, Connection reset by peer); look" in str(found.value)
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_rank_that_has_left_is_not_waited_for(left):
+    """Catches: a wait of half an hour for a rank that has ended with an error of its own."""
+
+    def call(c, rank):
+        if rank == left:
+            c._store.set(f"beat/{rank}", "bye")
+        else:
+            c.agree("tea", {})
+
+    found = agreed(4, call, timeout_s=60.0)
+    del found[left]
+    for result, seconds in found.values():
+        assert isinstance(result, PeerError)
+        assert result.ranks == (left,)
+        assert f"rank {left} did not come to tea and will not" in str(result)
+        assert seconds < 5
+
+
+def test_what_a_rank_wrote_before_it_left_counts():
+    """Catches: an error on ranks that are later than one that has ended well."""
+
+    def call(c, rank):
+        if rank == 0:
+            time.sleep(1.5)
+        c.agree("tea", {})
+        c._store.set(f"beat/{rank}", "bye")
+
+    assert [result for result, _ in agreed(3, call).values()] == [None] * 3
 
 
 # --- the engine asks ------------------------------------------------------------------------------

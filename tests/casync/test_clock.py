@@ -213,13 +213,3 @@ def test_a_call_after_one_that_failed_meets_nothing_of_it():
         offset(store, 2, 3, timeout_s=0.3)
     assert found.value.ranks == (2,)
     check_offsets(on_ranks(3, lambda r: offset(store, r, 3, clock=skewed(r))), 50e6)
-
-
-def test_a_store_that_is_gone_is_no_raw_error():
-    class Broken(Slow):
-        def add(self, key, value):
-            raise RuntimeError("connection reset\nat line 5")
-
-    with pytest.raises(PeerError, match=r"lost the store .*\(connection reset\)") as found:
-        offset(Broken(HashStore()), 1, 2)
-    assert found.value.ranks == (0,)

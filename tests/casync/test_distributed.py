@@ -26,9 +26,11 @@ CODECS = ["none", "onebit", "topk(ratio=0.05)", "terngrad"]
 GROUPS = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 2]]
 WIRE = [("none", "ps"), ("int8", "ps"), ("fp16", "ring"), ("int8", "allreduce")]
 KILL_S = 10
-"""HIPRESS_TIMEOUT where a rank is killed."""
+"""Until a killed rank must be named, with the default timeout."""
 LOST_S = 6
 """HIPRESS_TIMEOUT where a rank is cut off or frozen."""
+VANISHED_S = 45
+"""Until a host that vanished must be named, with the default timeout."""
 LATE_S = 10
 """How much longer than the timeout an error may take."""
 
@@ -173,18 +175,25 @@ def test_ranks_that_differ_are_named_on_all_ranks(quiet):
 
 KILLED = [(strategy, codec, 2) for strategy, codec in zip(STRATEGIES, CODECS, strict=False)]
 KILLED.append(("ps", "onebit", 0))  # who holds the store
+NOT_EXCHANGING = [("agree", 2), ("agree", 0), ("outside", 2), ("outside", 0), ("first", 0)]
+"""Where the others are as a rank is killed, and that rank."""
 
 
 @pytest.fixture(scope="module")
 def killed(lab, request):
     """What the others tell when a rank is killed, in several ways at once."""
     cases = selected(request, "test_a_killed_rank_is_named_on_all_others", "case")
+    others = selected(request, "test_a_rank_killed_outside_exchanges_is_named", "case")
     told = Told()
     played = [
         {"id": f"{strategy} {victim}", "do": "forever", "ranks": 4, "strategy": strategy,
-         "codec": codec, "victim": victim, "env": {"HIPRESS_TIMEOUT": str(KILL_S)}}
+         "codec": codec, "victim": victim}
         for strategy, codec, victim in cases
     ]  # fmt: skip
+    played += [
+        {"id": f"{where} {victim}", "do": "loses", "ranks": 3, "where": where, "victim": victim}
+        for where, victim in others
+    ]
     start(lab, told, played).wait(240)
     return told
 
@@ -209,12 +218,36 @@ def test_a_killed_rank_is_named_on_all_others(killed, case):
         assert killed.find("exit", id=id, rank=rank) == [1]
 
 
-def lose(lab, how, undo, host, strategies):
-    """What ranks tell when a host is lost, and when that was."""
+@pytest.mark.parametrize(
+    "case",
+    thinned(
+        [pytest.param(case, id=str(case)) for case in NOT_EXCHANGING],
+        lambda cell: cell.values[0] in (NOT_EXCHANGING[0], NOT_EXCHANGING[1]),
+    ),
+)
+def test_a_rank_killed_outside_exchanges_is_named(killed, case):
+    """Catches: a wait as long as torch's timeout, or torch's bare error of a store that is gone."""
+    where, victim = case
+    id = f"{where} {victim}"
+    (died,) = killed.find("died", id=id)
+    for rank in set(range(3)) - {victim}:
+        kind, text, ranks, at = killed.error(id, rank)
+        assert (kind, ranks) == ("PeerError", [victim]), text
+        assert at - died < KILL_S
+
+
+def lose(lab, how, undo, host, strategies, *, timeout_s=LOST_S, limit_s=LOST_S + LATE_S):
+    """What ranks tell when a host is lost, and when that was.
+
+    Args:
+        timeout_s: HIPRESS_TIMEOUT; None leaves the default.
+        limit_s: How long to wait for errors.
+    """
     told = Told()
+    env = {} if timeout_s is None else {"HIPRESS_TIMEOUT": str(timeout_s)}
     played = [
         {"id": strategy, "do": "forever", "ranks": 4, "strategy": strategy, "codec": "onebit",
-         "env": {"HIPRESS_TIMEOUT": str(LOST_S)}}
+         "env": env}
         for strategy in strategies
     ]  # fmt: skip
     job = start(lab, told, played)
@@ -223,7 +256,7 @@ def lose(lab, how, undo, host, strategies):
         time.sleep(0.5)
         lost = time.monotonic()
         how(host)
-        deadline = lost + LOST_S + LATE_S
+        deadline = lost + limit_s
         wanted = (4 if how == lab.cut else 3) * len(played)
         while len(told.find("error")) < wanted and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -255,6 +288,23 @@ def test_a_lost_rank_is_named_on_all_that_are_left(how, strategy, request):
         assert (kind, ranks) == ("PeerError", [2]), text
         assert "rank 2" in text
         assert at - since < LOST_S + LATE_S
+
+
+@full
+def test_a_host_that_vanishes_is_named_with_the_default_timeout(lab):
+    """Catches: a wait as long as torch's timeout, or a quarter of an hour of retransmissions."""
+    told, since = lose(lab, lab.cut, lab.heal, 2, ["ps"], timeout_s=None, limit_s=VANISHED_S)
+    for rank in range(4):
+        kind, text, ranks, at = told.error("ps", rank)
+        assert kind == "PeerError" and (ranks == [2] or rank == 2), text
+        assert at - since < VANISHED_S
+
+
+@full
+def test_a_host_that_freezes_for_a_while_is_waited_for(lab):
+    """Catches: a process that is stopped and goes on, as of a suspended job, taken for dead."""
+    told, _ = lose(lab, lab.pause, lab.resume, 2, ["ps"], timeout_s=None, limit_s=VANISHED_S)
+    assert told.find("error") == []
 
 
 @full

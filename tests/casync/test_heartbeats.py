@@ -7,6 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from hipress.casync.engine.transport import LinkError
+from hipress.casync.ranks import heartbeats
 from hipress.casync.ranks.heartbeats import Heartbeats
 from hipress.errors import FrameError, PeerError
 from tests.grid import thinned
@@ -19,10 +20,19 @@ class Ward:
 
     def __init__(self, num_ranks, timeout_s):
         self.store = HashStore()
+        self.num_lost = 0
+        """Number of other ranks to which each rank has lost the connection."""
         self.errors = {}
         self.told = threading.Condition()
         self.ranks = [
-            Heartbeats(self.store, rank, num_ranks, timeout_s, on_failure=self.note(rank))
+            Heartbeats(
+                self.store,
+                rank,
+                num_ranks,
+                timeout_s,
+                on_failure=self.note(rank),
+                num_lost_peers=lambda: self.num_lost,
+            )
             for rank in range(num_ranks)
         ]
 
@@ -88,6 +98,58 @@ def test_a_rank_that_has_said_goodbye_is_not_missed(ward):
     assert watched.errors == {}
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Beats as quick as those of a short timeout."""
+    monkeypatch.setattr(heartbeats, "LONGEST_BEAT_S", 0.1)
+
+
+def test_a_rank_that_has_died_is_named_long_before_the_timeout(ward, quick):
+    """Catches: half an hour of waiting for a process that was killed."""
+    watched = ward(4, 1800.0)
+    time.sleep(0.3)
+    watched.silence(2)
+    watched.num_lost = 1
+    for error in watched.wait([0, 1, 3], 5.0):
+        assert isinstance(error, PeerError)
+        assert error.ranks == (2,)
+        assert "rank 2 is gone: connections are closed and heartbeats have stopped" in str(error)
+
+
+def test_a_silent_rank_with_its_connections_is_waited_for(ward, quick):
+    """Catches: a rank that is frozen or holds the GIL for a while and is taken for dead."""
+    watched = ward(3, 1800.0)
+    watched.silence(1)
+    time.sleep(1.5)
+    assert watched.errors == {}
+
+
+def test_a_busy_rank_is_not_taken_for_one_that_has_closed(ward, quick):
+    """Catches: blame on a rank that is silent for a while as another ends well."""
+    watched = ward(4, 1800.0)
+    watched.silence(1)
+    watched.ranks[2].close()
+    watched.num_lost = 1
+    time.sleep(1.5)
+    assert watched.errors == {}
+    # The same rank, busy again or dead now, is the only explanation of a second lost connection.
+    watched.num_lost = 2
+    assert [error.ranks for error in watched.wait([0, 3], 5.0)] == [(1,)] * 2
+
+
+def test_of_two_silent_ranks_the_one_that_comes_back_is_not_blamed(ward, quick):
+    """Catches: blame on a rank that is busy while another dies."""
+    watched = ward(4, 1800.0)
+    time.sleep(0.3)
+    watched.silence(1)
+    watched.silence(2)
+    watched.num_lost = 1
+    time.sleep(1.5)
+    assert watched.errors == {}
+    watched.ranks[1]._beat()
+    assert [error.ranks for error in watched.wait([0, 3], 5.0)] == [(2,)] * 2
+
+
 def test_an_error_of_a_rank_s_own_reaches_all(ward):
     watched = ward(4, 2.0)
     error = FrameError("the frame is foreign")
@@ -117,6 +179,16 @@ def test_a_broken_connection_among_the_living_names_nobody(ward):
     assert "all ranks are alive" in str(found) and "timed out" in str(found)
 
 
+def test_a_rank_that_ends_after_a_failure_does_not_take_the_blame(ward, quick):
+    """Catches: blame on the first rank that ends, not on the one that it ended for."""
+    watched = ward(4, 1800.0)
+    watched.silence(2)
+    watched.num_lost = 1
+    watched.wait([0, 1, 3], 5.0)
+    watched.ranks[0].close()
+    assert not heartbeats.has_left(watched.store, 0)
+
+
 def test_the_first_failure_is_what_all_say(ward):
     watched = ward(3, 2.0)
     watched.ranks[1].explain(FrameError("first"))
@@ -127,7 +199,7 @@ def test_the_first_failure_is_what_all_say(ward):
     assert str(watched.ranks[0].explain(LinkError("third"))) == "rank 1 failed: first"
 
 
-def test_a_store_that_is_gone_is_blamed_on_rank_0():
+def test_a_store_that_is_gone_is_blamed_on_rank_0(monkeypatch):
     class Gone:
         is_gone = False
 
@@ -140,7 +212,8 @@ def test_a_store_that_is_gone_is_blamed_on_rank_0():
             return getattr(self.store, name)
 
     store, told = Gone(), []
-    health = Heartbeats(store, 1, 2, 1.0, on_failure=told.append)
+    monkeypatch.setattr(heartbeats, "LONGEST_BEAT_S", 0.1)
+    health = Heartbeats(store, 1, 2, 1800.0, on_failure=told.append)
     store.is_gone = True
     found = health.explain(LinkError("Connection reset"))
     assert isinstance(found, PeerError) and found.ranks == (0,)

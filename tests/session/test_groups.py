@@ -1,56 +1,140 @@
-"""A program may start over: destroy torch's groups and make new ones, with the same store."""
+"""A program may start over: destroy torch's groups and make new ones; engines end with groups."""
 
+import gc
 import os
 import socket
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import hipress
+from hipress.session.groups import engine_of
 from tests.grid import full
 
 pytestmark = pytest.mark.alone
 
+CPU = torch.device("cpu")
+LIMIT_S = 120
+
+
+def run(program, *lives):
+    """Returns what a program prints as each of some processes, which it imports torch for once.
+
+    Args:
+        program: Its function `live` is called with the arguments of a process.
+        lives: The rank and other arguments of each process.
+    """
+    code = PROGRAM.format(program=program, lives=lives)
+    environ = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert found.returncode == 0, found.stderr
+    return sorted(found.stdout.splitlines())
+
+
 PROGRAM = """
 import os, time, torch, torch.distributed as dist, hipress
-for _ in range(3):
-    dist.init_process_group("gloo")
-    value = torch.full((10,), float(dist.get_rank()))
+
+{program}
+
+def exchange(rank):
+    value = torch.full((10,), float(rank))
     hipress.allreduce(value, codec="none", name="w")
-    dist.destroy_process_group()
-    print(value[0].item())
-    time.sleep(2.0 * int(os.environ["RANK"]))  # or it would meet rank 0's store of this round
+    print(f"rank {{rank}}: {{value[0].item()}}", flush=True)
+
+for rank, *rest in {lives}:
+    if os.fork() == 0:
+        os.environ["RANK"] = str(rank)
+        live(rank, *rest)
+        raise SystemExit
+assert [os.wait()[1] for _ in {lives}] == [0] * len({lives})
+"""
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+SAME_STORE = """
+def live(rank):
+    for _ in range(3):
+        dist.init_process_group("gloo")
+        exchange(rank)
+        dist.destroy_process_group()
+        time.sleep(2.0 * rank)  # or it would meet rank 0's store of this round
 """
 
 
 @full
 def test_groups_may_be_destroyed_and_made_again():
-    # An engine that kept the old store alive made the second round wait for good.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert outputs == ["0.5\n0.5\n0.5\n"] * 2
+    """Catches: an engine that keeps the old store alive, so that the second round waits."""
+    assert run(SAME_STORE, (0,), (1,)) == ["rank 0: 0.5"] * 3 + ["rank 1: 0.5"] * 3
+
+
+OTHER_STORE = """
+def live(rank, *ports):
+    for port in ports:
+        os.environ["MASTER_PORT"] = str(port)
+        dist.init_process_group("gloo")
+        exchange(rank)
+        dist.destroy_process_group()
+"""
+
+
+def test_a_process_that_stays_meets_one_that_was_started_anew(monkeypatch):
+    """Catches: a count of engines in the process, which the other one does not share."""
+    monkeypatch.setenv("HIPRESS_TIMEOUT", "30")
+    first, second = free_port(), free_port()
+    found = run(OTHER_STORE, (0, first, second), (1, first), (1, second))
+    assert found == ["rank 0: 0.5"] * 2 + ["rank 1: 0.5"] * 2
+
+
+def hipress_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hipress-")]
+
+
+def test_an_engine_ends_with_its_group():
+    """Catches: threads and buffers of destroyed groups that stay until the process ends."""
+    gc.collect()
+    before = len(hipress_threads())
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        hipress.allreduce(torch.ones(10), codec="none", name="w")
+        engine = engine_of(None, CPU)
+        assert engine is engine_of(None, CPU) and not engine.is_closed
+        dist.destroy_process_group()
+        gc.collect()
+        assert engine.is_closed
+        assert len(hipress_threads()) == before
+
+
+def test_a_late_rank_is_waited_for_as_long_as_torch_does(monkeypatch):
+    """Catches: a limit of our own that ends jobs which plain DDP survives."""
+    monkeypatch.delenv("HIPRESS_TIMEOUT", raising=False)
+    for given, expected_s in ((None, 1800.0), (timedelta(seconds=77), 77.0)):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=given)
+        other = dist.new_group([0], timeout=timedelta(seconds=99))
+        found = [engine_of(None, CPU).timeout_s, engine_of(other, CPU).timeout_s]
+        monkeypatch.setenv("HIPRESS_TIMEOUT", "5")
+        found.append(engine_of(dist.new_group([0]), CPU).timeout_s)
+        monkeypatch.delenv("HIPRESS_TIMEOUT")
+        dist.destroy_process_group()
+        assert found == [expected_s, 99.0, 5.0]

@@ -22,6 +22,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from hipress import settings
 from hipress.errors import HipressError
@@ -126,7 +127,9 @@ def environment(benchmark: ClusterBenchmark) -> dict[str, str]:
     """Returns a timeout that even a slow line does not reach, unless the user has set one."""
     if benchmark.rate_bits is None or os.environ.get(settings.TIMEOUT.name):
         return {}
-    wanted_s = max(settings.timeout_s(), 10 * benchmark.all_reduce_bytes * 8 / benchmark.rate_bits)
+    wanted_s = 10 * benchmark.all_reduce_bytes * 8 / benchmark.rate_bits
+    if wanted_s <= default_pg_timeout.total_seconds():  # which holds without a setting
+        return {}
     return {settings.TIMEOUT.name: f"{min(wanted_s, MOST_TIMEOUT_S):.0f}"}
 
 

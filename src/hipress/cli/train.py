@@ -105,16 +105,17 @@ def _store(world: World) -> Store:
     from torch._C._distributed_c10d import HashStore
     from torch.distributed.rendezvous import rendezvous
 
-    from hipress import settings
+    from hipress.casync.ranks.lost_store import in_the_store
     from hipress.environment import read_environment
     from hipress.session.groups import loopback_store
 
     if world.size == 1:
         return HashStore()
-    limit = timedelta(seconds=settings.timeout_s() + MARGIN_S)
-    store: Store | None = loopback_store(read_environment(), limit)
-    if store is None:
-        store = next(iter(rendezvous("env://", world.rank, world.size, timeout=limit)))[0]
+    limit = _limit()
+    with in_the_store(world.rank):
+        store: Store | None = loopback_store(read_environment(), limit)
+        if store is None:
+            store = next(iter(rendezvous("env://", world.rank, world.size, timeout=limit)))[0]
     store.set_timeout(limit)
     return store
 
@@ -124,7 +125,6 @@ def _train(
 ) -> tuple[Facts, Result]:
     import torch.distributed as dist
 
-    from hipress import settings
     from hipress.train.job import Job
     from hipress.train.ranks import choose_device
 
@@ -135,10 +135,8 @@ def _train(
         )
 
     where, backend = ranks.jointly("hipress train", place)
-    # A little longer than ours, which names the rank that is late; torch's own is half an hour.
-    limit = timedelta(seconds=settings.timeout_s() + MARGIN_S)
     dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=limit
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=_limit()
     )
     job = Job(config, where, ranks)
     facts = job.facts()
@@ -152,15 +150,26 @@ def _train(
     return facts, result
 
 
+def _limit() -> timedelta:
+    """Returns torch's timeout: a little longer than ours, which names the rank that is late."""
+    from torch.distributed.distributed_c10d import default_pg_timeout
+
+    from hipress import settings
+
+    given_s = settings.timeout_s()
+    return default_pg_timeout if given_s is None else timedelta(seconds=given_s + MARGIN_S)
+
+
 def _leave_together(world: World, store: Store) -> None:
     """Ends the process group, rank 0 last: the others may still read from the store it holds."""
     import torch.distributed as dist
 
-    num_left = store.add("hipress/train/left", 1)
-    deadline = time.monotonic() + LEAVING_S
-    while world.rank == 0 and num_left < world.size and time.monotonic() < deadline:
-        time.sleep(0.02)
-        num_left = store.add("hipress/train/left", 0)
+    with contextlib.suppress(dist.DistNetworkError):  # rank 0 has waited, and left
+        num_left = store.add("hipress/train/left", 1)
+        deadline = time.monotonic() + LEAVING_S
+        while world.rank == 0 and num_left < world.size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            num_left = store.add("hipress/train/left", 0)
     if dist.is_initialized():
         dist.destroy_process_group()
 

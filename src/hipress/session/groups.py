@@ -11,6 +11,7 @@ import hashlib
 import os
 import threading
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ import torch
 
 from hipress import settings
 from hipress.casync.engine.engine import Engine, Options
-from hipress.casync.engine.transport import GroupTransport, Sockets, open_sockets
+from hipress.casync.engine.transport import GroupTransport, connections, opened_sockets
 from hipress.casync.ranks.agreement import Agreement
+from hipress.casync.ranks.lost_store import in_the_store, lost_store
 from hipress.codecs.base import Codec
 from hipress.environment import LOOPBACK, RankEnvironment, bind_loopback, read_environment
 from hipress.errors import UsageError
@@ -28,11 +30,10 @@ from hipress.version import __version__
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_engines: dict[tuple[int, torch.device], tuple[weakref.ref[ProcessGroup], Engine]] = {}
-"""Engines by the id of the group and the device. Groups are not kept alive: the first of them owns
-the store, which a program that starts over must be free to open again."""
-_count: dict[tuple[int, ...], int] = {}
-"""Number of engines made among some ranks; each uses its own prefix of the store."""
+_engines: dict[tuple[int, torch.device], Engine] = {}
+"""Engines by the id of the group and the device, until the group is gone. Groups are not kept
+alive: the first of them owns the store, which a program that starts over must be free to open
+again."""
 _lock = threading.Lock()
 _all: weakref.WeakSet[Engine] = weakref.WeakSet()
 """Engines to close at exit: threads that outlive the interpreter abort the process."""
@@ -127,7 +128,8 @@ def init(backend: str | None = None) -> None:
     if backend is None:
         has_gpu = torch.cuda.is_available() and found.local_rank < torch.cuda.device_count()
         backend = "cpu:gloo,cuda:nccl" if has_gpu and dist.is_nccl_available() else "gloo"
-    make_group(backend, timedelta(seconds=settings.timeout_s()))
+    given_s = settings.timeout_s()
+    make_group(backend, None if given_s is None else timedelta(seconds=given_s))
 
 
 def make_group(backend: str, timeout: timedelta | None = None) -> None:
@@ -246,18 +248,22 @@ def engine_of(
     if chosen == dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError("this rank is not in the group that allreduce was given; leave it out.")
     with _lock:
-        for old, (alive, engine) in list(_engines.items()):
-            if alive() is None:  # destroyed
-                engine.close()
-                del _engines[old]
         key = (id(chosen), device)
         if options is None and key in _engines:
-            return _engines[key][1]
+            return _engines[key]
         engine = _make(chosen, device, options, seed)
         if options is None:
-            _engines[key] = (weakref.ref(chosen), engine)
+            _engines[key] = engine
+            weakref.finalize(chosen, _close, key)
         _all.add(engine)
         return engine
+
+
+def _close(key: tuple[int, torch.device]) -> None:
+    """Ends an engine whose process group is gone."""
+    engine = _engines.pop(key, None)
+    if engine is not None:
+        engine.close()
 
 
 @atexit.register
@@ -270,38 +276,35 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None, se
     import torch.distributed as dist
 
     ranks = tuple(dist.get_process_group_ranks(group))
-    _count[ranks] = _count.get(ranks, 0) + 1
-    timeout_s = settings.timeout_s()
+    rank = dist.get_rank(group)
+    timeout_s = _timeout_s(group)
     backend = _backend(group, device)
-    # The one name of torch's that is not public: nothing public gives the store of a group.
-    # A clone, because the store itself holds the server on rank 0.
-    found: Any = dist.distributed_c10d._get_default_store()
-    whole = found.clone()
-    members = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-    prefix = f"hipress/{members}/{_count[ranks]}"
-    store = dist.distributed_c10d.PrefixStore(prefix, whole)
-    timeout = timedelta(seconds=timeout_s)
+    with in_the_store(rank):
+        store = _store(ranks, rank)
     # Before anything that waits for all ranks without naming the one that is missing.
     joining = dist.distributed_c10d.PrefixStore("join", store)
-    Agreement(joining, dist.get_rank(group), len(ranks), timeout_s).agree(
+    Agreement(joining, rank, len(ranks), timeout_s).agree(
         "the first exchange", {"version of hipress": __version__, "backend": backend}
     )
     own: Any
-    made: Sockets = {}
-    if backend == "gloo":
-        # Not by new_group, whose names for groups differ on ranks that are in different groups.
-        joint = dist.distributed_c10d.PrefixStore("gloo", store)
-        before = open_sockets()
-        own = dist.ProcessGroupGloo(joint, dist.get_rank(group), len(ranks), timeout)
-        made = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}
-    else:
-        own = dist.new_group(
-            list(ranks),
-            backend=backend,
-            timeout=timeout,
-            use_local_synchronization=True,
-            group_desc="hipress",
-        )
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if backend == "gloo":
+            # Not by new_group, whose names for groups differ on ranks that are in different groups.
+            joint = dist.distributed_c10d.PrefixStore("gloo", store)
+            with opened_sockets() as made:
+                own = dist.ProcessGroupGloo(joint, rank, len(ranks), timeout)
+        else:
+            made = {}
+            own = dist.new_group(
+                list(ranks),
+                backend=backend,
+                timeout=timeout,
+                use_local_synchronization=True,
+                group_desc="hipress",
+            )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise lost_store(rank, error) from error
     return Engine(
         GroupTransport(own, backend, made),
         store,
@@ -310,6 +313,37 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None, se
         timeout_s=timeout_s,
         seed=seed,
     )
+
+
+def _store(ranks: tuple[int, ...], rank: int) -> Any:
+    """Returns a connection to the store, with a prefix of its own for each engine of some ranks."""
+    import torch.distributed as dist
+
+    found: Any = dist.distributed_c10d._get_default_store()  # nothing public gives it
+    members = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+    # Counted in the store, for each rank: processes that are started anew and others that stay
+    # begin again together, with a new store. It fails at once if the holder of the store is gone,
+    # to which a new connection would be tried for minutes.
+    number = found.add(f"hipress/{members}/made/{rank}", 1)
+    # A clone, because the store itself holds the server on rank 0.
+    with opened_sockets() as made:
+        whole = found.clone()
+    connections(made, limits_sends=True)
+    return dist.distributed_c10d.PrefixStore(f"hipress/{members}/{number}", whole)
+
+
+def _timeout_s(group: ProcessGroup) -> float:
+    """Returns how long a rank may be late: HIPRESS_TIMEOUT, or as long as torch waits for it."""
+    from torch.distributed.distributed_c10d import default_pg_timeout
+
+    given_s = settings.timeout_s()
+    if given_s is not None:
+        return given_s
+    # Nothing public gives the timeout of a group. Backends of others may not tell theirs.
+    found = [default_pg_timeout]
+    with suppress(AttributeError, RuntimeError):
+        found = [group._get_backend(kind).options._timeout for kind in group._device_types]
+    return max(timeout.total_seconds() for timeout in found)
 
 
 def _backend(group: ProcessGroup, device: torch.device) -> str:

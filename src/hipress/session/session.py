@@ -14,6 +14,7 @@ import hashlib
 import logging
 import math
 import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -355,8 +356,9 @@ class Session:
     # --- setting up -------------------------------------------------------------------------------
 
     def open(self, device: torch.device) -> Engine:
-        """Makes the engine; collective."""
+        """Makes the engine, which ends with this session; collective."""
         self._engine = engine_of(self.process_group, device, Options(), self.settings.seed)
+        weakref.finalize(self, self._engine.close)
         return self._engine
 
     def register(self, specs: Iterable[GradientSpec]) -> None:

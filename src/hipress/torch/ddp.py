@@ -24,7 +24,7 @@ from hipress.session import Adapter, GradientSpec, Mode, Session, StepObserver
 from hipress.session.selection import takes
 from hipress.session.timing import GradientTimer
 from hipress.torch import optimizer_checks
-from hipress.torch.watchdog import Watchdog
+from hipress.torch.watchdog import PATIENCE_S, Watchdog
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -71,7 +71,7 @@ class DDPAdapter(Adapter):
         self._watching: Any = None
         self._holds_means = False
         """Whether its `.grad` has not been cleared since the last step."""
-        self._watchdog = Watchdog(hipress_settings.timeout_s())
+        self._watchdog = Watchdog(hipress_settings.timeout_s() or PATIENCE_S)
 
     # --- setting up -------------------------------------------------------------------------------
 
@@ -121,13 +121,20 @@ class DDPAdapter(Adapter):
         self._watchdog.watch_forward(ddp)
 
     def _watch_engine(self, session: Session) -> None:
+        # The threads of the engine hold this function. The session ends the engine when it is
+        # dropped, so they must not keep it alive.
+        found, watchdog = weakref.ref(session), self._watchdog
+
+        def is_over() -> bool:
+            session = found()
+            if session is None or session.engine.is_closed:
+                return True
+            return session.mode.current is Mode.DETACHED
+
         def on_lost(error: BaseException) -> None:
-            if session.mode.current is Mode.DETACHED or not torch.distributed.is_initialized():
+            if is_over() or not torch.distributed.is_initialized():
                 return  # the job has ended here, and may have ended there
-            self._watchdog.start(
-                error,
-                is_over=lambda: session.mode.current is Mode.DETACHED or session.engine.is_closed,
-            )
+            watchdog.start(error, is_over)
 
         session.engine.on_lost = on_lost
 

@@ -16,6 +16,9 @@ from torch import nn
 
 _log = logging.getLogger("hipress")
 
+PATIENCE_S = 300.0
+"""How long the training loop may stay inside DDP after a rank was lost, unless told otherwise."""
+
 
 class Watchdog:
     """Knows whether the training loop is inside DDP, and for how long.

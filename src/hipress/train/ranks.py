@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, default_pg_timeout
 
 from hipress import settings
 from hipress.casync.ranks.agreement import Agreement
+from hipress.casync.ranks.lost_store import in_the_store
 from hipress.errors import MissingDependencyError, PeerError, UsageError
 from hipress.session.replicas import digests
 
@@ -61,7 +62,7 @@ class Ranks:
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._store = PrefixStore("hipress/train", store)
-        self._timeout_s = settings.timeout_s()
+        self._timeout_s = settings.timeout_s() or default_pg_timeout.total_seconds()
         self._agreement = Agreement(self._store, rank, num_ranks, self._timeout_s)
         self._num_waits = 0
         self._device = torch.device("cpu")
@@ -108,18 +109,21 @@ class Ranks:
         done, beat = f"done/{self._num_waits}", f"beat/{self._num_waits}"
         if self.rank == 0:
             # A rank that is here has read the keys of the last call.
-            for key in ("done", "beat"):
-                self._store.delete_key(f"{key}/{self._num_waits - 1}")
+            with in_the_store(self.rank):
+                for key in ("done", "beat"):
+                    self._store.delete_key(f"{key}/{self._num_waits - 1}")
             outcome = _DONE
             with self._beating(beat):
                 try:
                     work()
                 except UsageError as error:
                     outcome = str(error).encode()
-            self._store.set(done, outcome)  # type: ignore[arg-type]
+            with in_the_store(self.rank):
+                self._store.set(done, outcome)  # type: ignore[arg-type]
         else:
-            self._wait_for_first(done, beat)
-            outcome = self._store.get(done)
+            with in_the_store(self.rank):
+                self._wait_for_first(done, beat)
+                outcome = self._store.get(done)
         if outcome != _DONE:
             raise JointError(outcome.decode())
 

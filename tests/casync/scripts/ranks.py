@@ -203,5 +203,27 @@ def forever(rank, num_ranks, id, strategy, codec, victim=None):
         time.sleep(0.02)
 
 
+def loses(rank, num_ranks, id, victim, where):
+    """A rank is killed while the others wait for it, or do something else.
+
+    Args:
+        where: Where the others are: before their `first` exchange, in `agree`, or `outside`.
+    """
+    engine = None if where == "first" else engine_of(None, CPU)
+    dist.barrier()
+    if rank == victim:
+        time.sleep(1.0)
+        tell(id=id, rank=rank, died=time.monotonic())
+        os.kill(os.getpid(), signal.SIGKILL)
+    if where == "first":
+        time.sleep(2.0)
+        hipress.allreduce(gradient(1000, rank), "onebit", name="w")
+    elif where == "agree":
+        engine.agree("tea", {})
+    while True:
+        engine.executor.check()
+        time.sleep(0.1)
+
+
 if __name__ == "__main__":
     main(globals())

@@ -21,11 +21,12 @@ from hipress.casync.engine.executors import Executor, OrderedExecutor
 from hipress.casync.engine.handle import CallbackThread, Handle
 from hipress.casync.engine.recipe import Options, Recipe, without_state
 from hipress.casync.engine.state_store import StateStore
-from hipress.casync.engine.transport import LinkError, Transport
+from hipress.casync.engine.transport import LinkError, Transport, connections, opened_sockets
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.partitions import Placement
 from hipress.casync.ranks.agreement import Agreement
 from hipress.casync.ranks.heartbeats import Heartbeats
+from hipress.casync.ranks.lost_store import in_the_store
 from hipress.codecs import frame, tensors
 from hipress.codecs.base import Codec
 from hipress.codecs.table import codec as named_codec
@@ -127,13 +128,17 @@ class Engine:
         )
         known = {name: k for k, name in enumerate(dict.fromkeys(names))}
         self.hosts = tuple(known[name] for name in names)
+        with in_the_store(transport.rank), opened_sockets() as made:
+            beating = store.clone() if hasattr(store, "clone") else store
+        connections(made, limits_sends=True)
         self._heartbeats = Heartbeats(
-            store.clone() if hasattr(store, "clone") else store,
+            beating,
             transport.rank,
             transport.num_ranks,
             timeout_s,
             on_failure=self._fail,
             progress=lambda: self._sequence,
+            num_lost_peers=transport.num_lost_peers,
         )
         self.executor: Executor | OrderedExecutor
         if transport.ordered:
@@ -219,12 +224,7 @@ class Engine:
     def read_post(self, number: int, what: str) -> str:
         """Returns what rank 0 has posted; raises PeerError if it did not in time, or is gone."""
         self.executor.check()
-        try:
-            return self._agreement.read_post(number, what)
-        except RuntimeError as error:  # the store's
-            if isinstance(error, PeerError):
-                raise
-            raise self.explain(error) from error
+        return self._agreement.read_post(number, what)
 
     def explain(self, error: RuntimeError) -> BaseException:
         """Returns the error to raise for one of torch in a collective call among these ranks."""

@@ -7,6 +7,10 @@ The sockets that gloo opens are kept, so that they can be shut down. gloo waits 
 it comes, the peer hangs up, or the timeout is over; torch cannot make it stop (`abort` of a group
 leaves the waiting threads where they are). A process with such a thread cannot end well: a thread
 that comes back while Python shuts down aborts the process. Shutting the connection down wakes it.
+
+They also tell that a process has died: the system closes its connections, and gloo then closes the
+sockets on this side, whether a message is expected or not. `SO_KEEPALIVE` makes the same happen
+where a host has vanished. A process that is frozen or busy still has a system that answers.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -90,6 +95,10 @@ class Transport(ABC):
         """Makes what is pending fail; nothing can be sent any more."""
         return None
 
+    def num_lost_peers(self) -> int | None:
+        """Returns the number of other ranks to which the connection is lost; None if unknown."""
+        return None
+
 
 class GroupTransport(Transport):
     """A process group of our own, gloo or any other backend.
@@ -108,6 +117,11 @@ class GroupTransport(Transport):
         self.num_ranks = group.size()
         self.ordered = backend != "gloo"
         self.on_device = backend != "gloo"
+        self._connections = connections(self._sockets)
+        if len(self._connections) != self.num_ranks - 1:
+            # Not one for each peer: gloo connects later (TORCH_GLOO_LAZY_INIT), or a library has
+            # opened others meanwhile. The number of lost ones would tell nothing.
+            self._connections = {}
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> Pending:
         with on_the_link():
@@ -124,6 +138,11 @@ class GroupTransport(Transport):
     def abort(self) -> None:
         self.group.abort()
         shut_down(self._sockets)
+
+    def num_lost_peers(self) -> int | None:
+        if not self._connections:
+            return None
+        return sum(is_lost(fd, inode) for fd, inode in self._connections.items())
 
     def exchange(
         self,
@@ -143,6 +162,24 @@ class GroupTransport(Transport):
 
 Sockets = dict[int, int]
 """File descriptors with their inodes, which tell whether it is still the same socket."""
+
+
+VANISHED_S = 25.0
+"""After this time without any answer from the system of a peer, the connection is lost."""
+UNANSWERED = 3
+"""Number of unanswered probes or retransmissions that are needed besides."""
+_TCP_INFO_BYTES = 60
+_LAST_ACK_AT = 56
+"""Place of `tcpi_last_ack_recv` in Linux's `struct tcp_info`, which begins with four bytes: state,
+congestion state, number of unanswered retransmissions, number of unanswered probes."""
+
+
+@contextmanager
+def opened_sockets() -> Iterator[Sockets]:
+    """Collects the sockets that this process opens in the block."""
+    before, made = open_sockets(), Sockets()
+    yield made
+    made.update({fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode})
 
 
 def open_sockets() -> Sockets:
@@ -165,3 +202,42 @@ def shut_down(sockets: Sockets) -> None:
                 with socket.socket(fileno=os.dup(fd)) as one:
                     one.getpeername()  # raises for one that listens: gloo dies if that ends
                     one.shutdown(socket.SHUT_RDWR)
+
+
+def connections(sockets: Sockets, *, limits_sends: bool = False) -> Sockets:
+    """Returns the TCP connections among some sockets, and lets the system probe idle ones.
+
+    Args:
+        sockets: Sockets of this process.
+        limits_sends: Also ends a connection whose peer has not taken what was sent within
+            `VANISHED_S`. A process that is frozen takes nothing, although its system answers.
+    """
+    found = Sockets()
+    for fd, inode in sockets.items():
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+            one.getpeername()  # raises for one that listens
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(VANISHED_S) // 2)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(VANISHED_S) // 6)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, UNANSWERED)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if limits_sends:
+                limit_ms = int(1000 * VANISHED_S)
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+            found[fd] = inode
+    return found
+
+
+def is_lost(fd: int, inode: int) -> bool:
+    """Returns whether a connection was closed, or its peer's system has stopped to answer."""
+    try:
+        if os.fstat(fd).st_ino != inode:
+            return True
+        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as one:
+            facts = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return True
+    _, _, retransmits, probes = facts[:4]
+    (silent_ms,) = struct.unpack_from("=I", facts, _LAST_ACK_AT)
+    # The system itself closes an idle connection, but retransmits for a quarter of an hour. Its
+    # own limit for that (TCP_USER_TIMEOUT) would also end connections to frozen peers.
+    return max(retransmits, probes) >= UNANSWERED and silent_ms > 1000 * VANISHED_S

@@ -2,6 +2,8 @@
 
 Everything goes through the store as JSON: each rank writes its own facts, rank 0 compares them and
 writes a verdict, and all ranks read it. That takes N writes and N reads, whatever is compared.
+
+Every public method raises a PeerError that names rank 0 if the store is gone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hipress.casync.ranks.heartbeats import has_left
+from hipress.casync.ranks.lost_store import in_the_store
 from hipress.errors import AgreementError, PeerError
 
 if TYPE_CHECKING:
@@ -72,12 +76,13 @@ class Agreement:
         self._count += 1
         base = f"agree/{self._count}"
         own = {"what": what, "facts": dict(facts), "share": share}
-        self._store.set(f"{base}/{self._rank}", json.dumps(own))
-        if self._rank == 0:
-            verdict = self._compare(base, what)
-            self._store.set(f"{base}/verdict", json.dumps(verdict))
-        else:
-            verdict = self._verdict(base, what)
+        with in_the_store(self._rank):
+            self._store.set(f"{base}/{self._rank}", json.dumps(own))
+            if self._rank == 0:
+                verdict = self._compare(base, what)
+                self._store.set(f"{base}/verdict", json.dumps(verdict))
+            else:
+                verdict = self._verdict(base, what)
         if verdict["error"] is None:
             return list(verdict["shared"])
         kind = AgreementError if verdict["differ"] else PeerError
@@ -89,6 +94,10 @@ class Agreement:
         Raises:
             PeerError: A rank did not come in time.
         """
+        with in_the_store(self._rank):
+            return self._gather(payload)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
         self._num_gathers += 1
         base = f"gather/{self._num_gathers}"
         # In parts: a store refuses values of many megabytes.
@@ -102,10 +111,9 @@ class Agreement:
         deadline = time.monotonic() + self._timeout_s
         for rank in range(self._num_ranks):
             key = f"{base}/{rank}"
-            if not self._arrives(key, deadline):
+            if not self._arrives(key, deadline, rank):
                 raise PeerError(
-                    f"rank {rank} did not give its part within {self._timeout_s:g} s: gone or "
-                    "late; look at its output, or raise HIPRESS_TIMEOUT.",
+                    f"rank {rank} did not give its part {self._in_time([rank], 'gone or late')}",
                     ranks=(rank,),
                 )
             keys = [f"{key}/{k}" for k in range(int(self._store.get(key)))]
@@ -122,9 +130,10 @@ class Agreement:
                 read it by then.
             text: The text.
         """
-        self._store.set(f"post/{number}", text)
-        if number >= KEPT_POSTS:
-            self._store.delete_key(f"post/{number - KEPT_POSTS}")
+        with in_the_store(self._rank):
+            self._store.set(f"post/{number}", text)
+            if number >= KEPT_POSTS:
+                self._store.delete_key(f"post/{number - KEPT_POSTS}")
 
     def read_post(self, number: int, what: str) -> str:
         """Returns what rank 0 has posted, and waits for it if necessary.
@@ -133,13 +142,12 @@ class Agreement:
             PeerError: Rank 0 did not post it in time.
         """
         key = f"post/{number}"
-        if not self._arrives(key, time.monotonic() + self._timeout_s + GRACE_S):
-            raise PeerError(
-                f"rank 0 did not say {what} within {self._timeout_s:g} s: gone or late; look at "
-                "its output, or raise HIPRESS_TIMEOUT.",
-                ranks=(0,),
-            )
-        return self._store.get(key).decode()
+        with in_the_store(self._rank):
+            if not self._arrives(key, time.monotonic() + self._timeout_s + GRACE_S, 0):
+                raise PeerError(
+                    f"rank 0 did not say {what} {self._in_time([0], 'gone or late')}", ranks=(0,)
+                )
+            return self._store.get(key).decode()
 
     def clock_offset(
         self, *, rounds: int = CLOCK_ROUNDS, clock: Callable[[], int] = time.perf_counter_ns
@@ -162,28 +170,20 @@ class Agreement:
         assert rounds > 0
         if self._num_ranks == 1:
             return 0, 0
-        try:
+        with in_the_store(self._rank):
             # Each rank counts its own calls, so that none reads what a failed call has left behind.
             base = f"clock/{self._store.add(f'clock/calls/{self._rank}', 1)}"
             if self._rank == 0:
                 self._answer_clocks(base, rounds, clock)
                 return 0, 0
             return self._ask_clock(base, rounds, clock)
-        except PeerError:
-            raise
-        except RuntimeError as error:
-            raise PeerError(
-                f"rank {self._rank} lost the store while clocks were compared: rank 0, or the "
-                f"process that holds the store, is gone ({str(error).splitlines()[0]}).",
-                ranks=(0,) if self._rank else (),
-            ) from error
 
     def _answer_clocks(self, base: str, rounds: int, clock: Callable[[], int]) -> None:
         deadline = time.monotonic() + self._timeout_s
         for peer in range(1, self._num_ranks):
             # One round more, since a rank waits for its turn in its first one.
             for k in range(rounds + 1):
-                if not self._arrives(f"{base}/{peer}/{k}/ask", deadline):
+                if not self._arrives(f"{base}/{peer}/{k}/ask", deadline, peer):
                     self._give_up_clocks(base, peer, k)
                 self._store.set(f"{base}/{peer}/{k}/answer", str(clock()))
             for k in range(rounds + 1):
@@ -198,13 +198,13 @@ class Agreement:
             key = f"{base}/{self._rank}/{k}/answer"
             start_ns = clock()
             store.set(f"{base}/{self._rank}/{k}/ask", "")
-            there = self._arrives(key, deadline)
+            there = self._arrives(key, deadline, 0)
             end_ns = clock()  # before the answer is fetched, which takes another round trip
             answer_ns = self._clock_answer(key, there)
             tries.append((end_ns - start_ns, answer_ns - (start_ns + end_ns) // 2))
             store.delete_key(key)
         # A rank that has its offset still learns of one that never came.
-        self._clock_answer(f"{base}/end", self._arrives(f"{base}/end", deadline))
+        self._clock_answer(f"{base}/end", self._arrives(f"{base}/end", deadline, 0))
         if store.add(f"{base}/left", 1) == self._num_ranks - 1:
             store.delete_key(f"{base}/end")
             store.delete_key(f"{base}/left")
@@ -229,23 +229,18 @@ class Agreement:
         raise self._late_for_clocks(late)
 
     def _late_for_clocks(self, ranks: list[int]) -> PeerError:
+        why = self._in_time(ranks, "gone, late, or calling in another order")
         return PeerError(
-            f"{_ranks(ranks)} did not come to compare clocks within {self._timeout_s:g} s: gone, "
-            "late, or calling in another order; look at the output there, or raise "
-            "HIPRESS_TIMEOUT.",
-            ranks=tuple(ranks),
+            f"{_ranks(ranks)} did not come to compare clocks {why}", ranks=tuple(ranks)
         )
 
     def _compare(self, base: str, what: str) -> dict[str, Any]:
         deadline = time.monotonic() + self._timeout_s
         keys = [f"{base}/{rank}" for rank in range(self._num_ranks)]
-        missing = [rank for rank, key in enumerate(keys) if not self._arrives(key, deadline)]
+        missing = self._missing(dict(enumerate(keys)), deadline)
         if missing:
-            error = (
-                f"{_ranks(missing)} did not come to {what} within {self._timeout_s:g} s: gone, "
-                "late, or calling in another order than rank 0; look at their output, or raise "
-                "HIPRESS_TIMEOUT."
-            )
+            why = self._in_time(missing, "gone, late, or calling in another order than rank 0")
+            error = f"{_ranks(missing)} did not come to {what} {why}"
             return {"error": error, "ranks": missing, "differ": False, "shared": []}
         found = [json.loads(self._store.get(key)) for key in keys]
         # All have come, so all have read the last verdict: the store can drop both.
@@ -259,29 +254,50 @@ class Agreement:
         shared = [one["share"] for one in found]
         return {"error": text, "ranks": ranks, "differ": True, "shared": shared}
 
-    def _arrives(self, key: str, deadline: float) -> bool:
+    def _arrives(self, key: str, deadline: float, rank: int) -> bool:
+        """Waits until a rank has written a key; returns whether it has."""
+        return not self._missing({rank: key}, deadline)
+
+    def _missing(self, keys: Mapping[int, str], deadline: float) -> list[int]:
+        """Waits until each rank has written its key; returns those that do not.
+
+        If some of them have left, only those are returned, without waiting for the others.
+        """
         while True:
             left_s = max(deadline - time.monotonic(), 0.001)
             try:
-                self._store.wait([key], timedelta(seconds=min(left_s, LOOK_S)))
+                self._store.wait(list(keys.values()), timedelta(seconds=min(left_s, LOOK_S)))
+                return []
             except RuntimeError:
-                if self._store.check([key]):
-                    return True
+                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                left = [rank for rank in missing if has_left(self._store, rank)]
+                # One that has left may have written its key just before.
+                left = [rank for rank in left if not self._store.check([keys[rank]])]
+                if left or not missing:
+                    return left
                 if left_s <= LOOK_S:
-                    return False
+                    return missing
                 self._check()
-            else:
-                return True
+
+    def _in_time(self, ranks: Sequence[int], guess: str) -> str:
+        """Ends the sentence about ranks that did not come: why, and what to do."""
+        if all(has_left(self._store, rank) for rank in ranks):
+            return (
+                "and will not: the engine there is closed, or the process has ended; look at the "
+                "output there."
+            )
+        return (
+            f"within {self._timeout_s:g} s: {guess}; look at the output there, or raise "
+            "HIPRESS_TIMEOUT."
+        )
 
     def _verdict(self, base: str, what: str) -> dict[str, Any]:
         key = f"{base}/verdict"
-        if self._arrives(key, time.monotonic() + self._timeout_s + GRACE_S):
+        if self._arrives(key, time.monotonic() + self._timeout_s + GRACE_S, 0):
             verdict: dict[str, Any] = json.loads(self._store.get(key))
             return verdict
-        error = (
-            f"rank 0 did not come to {what} within {self._timeout_s:g} s: gone, late, or calling "
-            "in another order; look at its output, or raise HIPRESS_TIMEOUT."
-        )
+        why = self._in_time([0], "gone, late, or calling in another order")
+        error = f"rank 0 did not come to {what} {why}"
         return {"error": error, "ranks": [0], "differ": False, "shared": []}
 
 

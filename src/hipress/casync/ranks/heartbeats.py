@@ -3,13 +3,15 @@
 gloo says "connection reset by 10.0.0.7:41523"; this module says "rank 2 is gone". Each rank counts
 up a key and watches that of the next rank: one write and two reads per beat, whatever N is. The
 first rank that finds a failure records it in the store; the others find it at their next beat.
+
+A rank that is silent may be frozen or busy, and is waited for until the timeout. If a connection is
+lost as well, a rank has died: the silent one is reported after a few beats.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hipress.casync.engine.transport import LinkError
+from hipress.casync.ranks.lost_store import first_line, lost_store
 from hipress.errors import PeerError
 
 if TYPE_CHECKING:
@@ -25,6 +28,12 @@ if TYPE_CHECKING:
 LONGEST_BEAT_S = 1.0
 MISSED_BEATS = 5
 """After an error, a rank that has missed this many beats is reported as gone."""
+SILENCE_S = 300.0
+"""Where connections are not known (NCCL), a rank that is silent for so long is reported as gone,
+even if the timeout is longer."""
+
+_BYE = "bye"
+"""The last beat of a rank that has closed its engine."""
 
 _log = logging.getLogger("hipress")
 
@@ -37,6 +46,7 @@ class Heartbeats:
         timeout_s: How long a rank may be silent before its neighbour reports it as gone.
         on_failure: Called once, from the thread of the heartbeat, with the error for callers.
         progress: Returns how many exchanges this rank has started; a rank with fewer is late.
+        num_lost_peers: Returns to how many other ranks the connection is lost; None if unknown.
     """
 
     def __init__(
@@ -47,8 +57,16 @@ class Heartbeats:
         timeout_s: float,
         on_failure: Callable[[BaseException], None],
         progress: Callable[[], int] = lambda: 0,
+        num_lost_peers: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._progress = progress
+        self._num_lost_peers = num_lost_peers
+        self._num_explained = 0
+        """Number of lost connections whose reason is known."""
+        self._suspects: dict[int, str] | None = None
+        """While the reason of a lost connection is looked for: ranks that have sent no heartbeat
+        since it was noticed, with their last one."""
+        self._suspected_since = 0.0
         self._store = store
         self._rank = rank
         self._num_ranks = num_ranks
@@ -56,6 +74,7 @@ class Heartbeats:
         self._beat_s = min(LONGEST_BEAT_S, timeout_s / 10)
         self._on_failure = on_failure
         self._count = 0
+        self._has_failed = False
         self._closed = threading.Event()
         self._lock = threading.Lock()  # the store's connection serves one at a time
         self._thread = threading.Thread(target=self._run, name="hipress-heartbeat", daemon=True)
@@ -64,7 +83,10 @@ class Heartbeats:
             self._thread.start()
 
     def close(self) -> None:
-        """Stops the heartbeat and tells the others that this was intended."""
+        """Stops the heartbeat and tells the others that this was intended.
+
+        After a failure it does not: the others would take this rank for the one that has gone.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
@@ -74,9 +96,11 @@ class Heartbeats:
             self._thread.join(MISSED_BEATS * self._beat_s)
             if self._thread.is_alive():
                 return  # it is stuck in the store, and so would this call be
+            if self._has_failed:
+                return
             try:
                 with self._connection():
-                    self._store.set(f"beat/{self._rank}", "bye")
+                    self._store.set(_key(self._rank), _BYE)
             except RuntimeError as error:
                 _log.debug("the store does not answer: %s", error)
 
@@ -86,53 +110,89 @@ class Heartbeats:
         An error of this rank's own stays as it is. One of the transport becomes a PeerError that
         names the ranks that are gone, as far as heartbeats show.
         """
+        self._has_failed = True
         if not isinstance(error, LinkError | PeerError):
-            self._report(f"rank {self._rank} failed: {_first_line(error)}", [self._rank])
+            self._report(f"rank {self._rank} failed: {first_line(error)}", [self._rank])
             return error
         try:
             found = self._recorded_failure() or self._find_silent(error)
         except RuntimeError:
-            found = {"ranks": [0], "text": _lost(self._rank, error)}
+            return lost_store(self._rank, error)
         return PeerError(found["text"], ranks=tuple(found["ranks"]))
 
     def _run(self) -> None:
         watched = (self._rank + 1) % self._num_ranks
         last, since = "", time.monotonic()
         lost_since: float | None = None
+        silence_s = self._timeout_s
+        if self._num_lost_peers() is None:
+            silence_s = min(silence_s, SILENCE_S)
         while not self._closed.wait(self._beat_s):
+            error: PeerError | None = None
             try:
                 self._beat()
-                found = self._recorded_failure()
+                found = self._recorded_failure() or self._find_dead()
                 if found is None:
                     seen = self._read([watched])[watched]
-                    if seen != last or seen == "bye":
+                    if seen != last or seen == _BYE:
                         last, since = seen, time.monotonic()
-                    elif time.monotonic() - since > self._timeout_s:
-                        text = f"rank {watched} has given no sign of life for {self._timeout_s:g} s"
+                    elif time.monotonic() - since > silence_s:
+                        text = f"rank {watched} has given no sign of life for {silence_s:g} s"
                         found = self._report(f"{text}: it is gone or frozen.", [watched])
                 lost_since = None
-            except RuntimeError as error:
+                if found is not None:
+                    error = PeerError(found["text"], ranks=tuple(found["ranks"]))
+            except RuntimeError as problem:  # a store that is frozen or busy raises none
                 lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since < self._timeout_s:
-                    continue
-                found = {"ranks": [0], "text": _lost(self._rank, error)}
-            if found is not None and not self._closed.is_set():
-                self._on_failure(PeerError(found["text"], ranks=tuple(found["ranks"])))
+                if time.monotonic() - lost_since >= MISSED_BEATS * self._beat_s:
+                    error = lost_store(self._rank, problem)
+            if error is not None and not self._closed.is_set():
+                self._has_failed = True
+                self._on_failure(error)
                 return
+
+    def _find_dead(self) -> dict[str, Any] | None:
+        """Reports ranks that have died: silent for a few beats, and their connections are lost.
+
+        A rank that closes its engine says so before its connections end. As many others as
+        connections are left unexplained have died; if more ranks are silent, some are only busy.
+        """
+        num_lost = self._num_lost_peers()
+        if num_lost is None or num_lost <= self._num_explained:
+            return None
+        beats = self._read(self._others())
+        num_dead = num_lost - sum(beat == _BYE for beat in beats.values())
+        if self._suspects is None:
+            self._suspects, self._suspected_since = beats, time.monotonic()
+        self._suspects = {
+            rank: beat
+            for rank, beat in self._suspects.items()
+            if beats[rank] == beat and beat != _BYE
+        }
+        if num_dead <= 0 or not self._suspects:
+            self._num_explained, self._suspects = num_lost, None
+            return None
+        waited_s = time.monotonic() - self._suspected_since
+        if waited_s < MISSED_BEATS * self._beat_s or len(self._suspects) > num_dead:
+            return None
+        text = f"{_subject(list(self._suspects))} gone: connections are closed and heartbeats have"
+        return self._report(f"{text} stopped; look at the output there.", list(self._suspects))
 
     def _beat(self) -> None:
         self._count += 1
         with self._connection():
-            self._store.set(f"beat/{self._rank}", f"{self._count}/{self._progress()}")
+            self._store.set(_key(self._rank), f"{self._count}/{self._progress()}")
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns the last beat of some ranks; empty for one that never sent any."""
         found = {}
         with self._connection():
             for rank in ranks:
-                key = f"beat/{rank}"
-                found[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
+                found[rank] = _last_beat(self._store, rank)
         return found
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._num_ranks) if rank != self._rank]
 
     def _recorded_failure(self) -> dict[str, Any] | None:
         """Returns the first failure that a rank has recorded."""
@@ -161,18 +221,17 @@ class Heartbeats:
 
     def _find_silent(self, error: BaseException) -> dict[str, Any]:
         """Compares heartbeats over a few beats; ranks whose beat stands still have failed."""
-        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
-        before = self._read(others)
-        silent = others
+        silent = self._others()
+        before = self._read(silent)
         deadline = time.monotonic() + MISSED_BEATS * self._beat_s
         while silent and time.monotonic() < deadline:
             time.sleep(self._beat_s / 2)
             if (found := self._recorded_failure()) is not None:
                 return found
             now = self._read(silent)
-            silent = [rank for rank in silent if now[rank] in (before[rank], "bye")]
+            silent = [rank for rank in silent if now[rank] in (before[rank], _BYE)]
         if silent:
-            text = f"{_subject(silent)} gone or frozen ({_first_line(error)})"
+            text = f"{_subject(silent)} gone or frozen ({first_line(error)})"
             return self._report(f"{text}: look at the output there.", silent)
         if late := self._late():
             return self._report(
@@ -183,7 +242,7 @@ class Heartbeats:
             )
         return self._report(
             "messages did not come in time, though all ranks are alive: a rank is late or calls in "
-            f"another order, or a link is down ({_first_line(error)}); raise HIPRESS_TIMEOUT if it "
+            f"another order, or a link is down ({first_line(error)}); raise HIPRESS_TIMEOUT if it "
             "is only late.",
             [],
         )
@@ -191,8 +250,7 @@ class Heartbeats:
     def _late(self) -> list[int]:
         """Returns the ranks that have started fewer exchanges than others."""
         started = {self._rank: self._progress()}
-        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
-        for rank, beat in self._read(others).items():
+        for rank, beat in self._read(self._others()).items():
             _, _, count = beat.partition("/")
             if count.isdigit():
                 started[rank] = int(count)
@@ -209,19 +267,21 @@ class Heartbeats:
             self._lock.release()
 
 
-def _lost(rank: int, error: BaseException) -> str:
-    return (
-        f"rank {rank} does not reach the store: its own link is down, or rank 0, or the process "
-        f"that holds the store, is gone ({_first_line(error)})."
-    )
+def has_left(store: Store, rank: int) -> bool:
+    """Returns whether a rank has closed its engine, so that nothing more comes from it."""
+    return _last_beat(store, rank) == _BYE
+
+
+def _last_beat(store: Store, rank: int) -> str:
+    """Returns the last beat of a rank; empty if it never sent any."""
+    key = _key(rank)
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"
 
 
 def _subject(ranks: Sequence[int]) -> str:
     names = ", ".join(map(str, ranks))
     return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
-
-
-def _first_line(error: BaseException) -> str:
-    """Returns the first sentence of an error, without the location in torch's sources."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(". ")[0][:200]

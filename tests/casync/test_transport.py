@@ -1,0 +1,77 @@
+"""The connections of a process: which of them are lost."""
+
+import os
+import socket
+
+import pytest
+
+from hipress.casync.engine import transport
+from hipress.casync.engine.transport import connections, is_lost, opened_sockets
+
+
+@pytest.fixture
+def pair():
+    """The two ends of a TCP connection, and the socket that listened for it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        one = socket.create_connection(listening.getsockname())
+        other, _ = listening.accept()
+        with one, other:
+            yield one, other, listening
+
+
+def inode(one):
+    return os.fstat(one.fileno()).st_ino
+
+
+def test_only_connections_are_watched(pair):
+    """Catches: a socket that listens, or one between threads, in the number of connections."""
+    one, other, listening = pair
+    ends = socket.socketpair()
+    made = {s.fileno(): inode(s) for s in (one, other, listening, *ends)}
+    assert connections(made) == {one.fileno(): inode(one), other.fileno(): inode(other)}
+    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+    connections(made, limits_sends=True)
+    assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+    for end in ends:
+        end.close()
+
+
+def test_an_idle_host_that_vanishes_is_noticed_in_time(pair):
+    """Catches: probes that the system begins after two hours."""
+    one, *_ = pair
+    connections({one.fileno(): inode(one)})
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    idle_s, interval_s, count = (one.getsockopt(socket.IPPROTO_TCP, name) for name in options)
+    assert 15 <= idle_s + interval_s * count <= 30
+
+
+def test_a_closed_connection_is_lost(pair):
+    """Catches: a socket that is taken for another with the same number."""
+    one, other, _ = pair
+    fd, before = one.fileno(), inode(one)
+    assert not is_lost(fd, before)
+    one.close()
+    assert is_lost(fd, before)
+    with socket.socket() as new:  # takes the number of the closed one
+        assert new.fileno() == fd
+        assert is_lost(fd, before)
+
+
+def test_a_peer_that_reads_nothing_is_not_lost(pair, monkeypatch):
+    """Catches: a frozen process, whose system still answers, taken for a vanished host."""
+    one, _, _ = pair
+    monkeypatch.setattr(transport, "VANISHED_S", 0.0)
+    one.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            one.send(bytes(2**20))
+    assert not is_lost(one.fileno(), inode(one))
+
+
+def test_sockets_of_a_block_are_found():
+    """Catches: sockets of others in the list, or none."""
+    with socket.socket(), opened_sockets() as made:
+        new = socket.socket()
+    assert made == {new.fileno(): inode(new)}
+    new.close()
