@@ -122,8 +122,10 @@ class GroupTransport(Transport):
             return self.group.allreduce([data])
 
     def abort(self) -> None:
-        self.group.abort()
-        shut_down(self._sockets)
+        try:
+            self.group.abort()
+        finally:
+            shut_down(self._sockets)
 
     def exchange(
         self,
