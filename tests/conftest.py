@@ -30,6 +30,7 @@ JOBS = (
     "tests/session/test_checkpoint.py",
     "tests/session/test_numpy_door.py",
     "tests/casync/test_distributed.py",
+    "tests/casync/test_fork.py",
 )
 """Files that start several ranks, which fill all cores: one after the other, as group `jobs`."""
 BY_PROGRAM = ("tests/codecs/", "tests/casync/test_loopback.py", "tests/gpu/test_compiled.py")

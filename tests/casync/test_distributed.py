@@ -148,7 +148,7 @@ def test_steady_steps_are_quiet(quiet):
         assert last["tensors"] == warm["tensors"]
         assert last["made"] == warm["made"]
         assert last["recipes"] == first["recipes"] == 1
-        assert last["jobs"] == first["jobs"] == 1
+        assert last["exchanges"] == first["exchanges"] == 1
         assert last["threads"] == warm["threads"]
         assert first["made"]  # what is counted can be seen
 

@@ -860,6 +860,31 @@ def test_what_hangs_on_a_future_may_exchange_too():
     assert run(2, work) == [0.5, 0.5]
 
 
+def test_a_future_may_be_awaited_in_the_callback_of_another():
+    """Catches: hooks such as torch's PowerSGD that hang, since one thread runs all callbacks."""
+
+    def work(engine, rank):
+        names = [f"w{k}" for k in range(4)]
+        for name in (*names, *(f"{name} again" for name in names)):
+            engine.allreduce([torch.ones(3)], name=name).wait()
+        values = [torch.full((3,), float(rank + k)) for k in range(4)]
+
+        def again(name, value):
+            return lambda _: engine.allreduce([value], name=f"{name} again").future(value).wait()
+
+        futures = [
+            engine.allreduce([value], name=name).future(value).then(again(name, value))
+            for name, value in zip(names, values, strict=True)
+        ]
+        deadline = time.monotonic() + 10
+        while not all(future.done() for future in futures) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert all(future.done() for future in futures)
+        return [value[0].item() for value in values]
+
+    assert run(2, work) == [[0.5, 1.5, 2.5, 3.5]] * 2
+
+
 def test_ranks_that_swap_two_names_do_not_mix_them():
     def work(engine, rank):
         a, b = torch.ones(8), torch.full((8,), 100.0)

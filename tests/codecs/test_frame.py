@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hipress import errors
+from hipress.codecs import frame
 from hipress.codecs.frame import (
     ALIGN,
     ENTRY_BYTES,
@@ -479,3 +480,42 @@ def test_forged_fields_under_a_right_check(
     entries: tuple[tuple[int, int], ...], size: int, fields: dict[str, int]
 ) -> None:
     read_or_refuse(forge(entries, size, **fields))
+
+
+# --- stamps ---------------------------------------------------------------------------------------
+
+STAMP = frame.Stamp(step=2**40, plan_epoch=5, sender=3, first_gradient=7, first_partition=2)
+
+
+@pytest.mark.parametrize("numels", [[10], [10, 20, 30]])
+def test_a_stamp_changes_its_fields_alone(numels):
+    """Catches: a stamp that leaves a wrong check, clears a flag, or moves another field."""
+    bodies = [frame.Body(numel, 16) for numel in numels]
+    data = bytearray(frame.frame_bytes([16] * len(bodies)))
+    frame.write_header(data, frame.Header(codec_hash=11), bodies)
+    frame.set_flag(data, frame.FLAG_NONFINITE)
+    assert frame.other_stamp(data, STAMP) == frame.Stamp(0, 0, 0, 0, 0)
+    frame.stamp(data, STAMP)
+    assert frame.other_stamp(data, STAMP) is None
+    header, found = frame.read_frame(data, codec_hash=11)
+    assert header == frame.Header(codec_hash=11, flags=1, **STAMP._asdict())
+    assert [body.numel for body in found] == numels
+
+
+def test_a_frame_that_has_the_stamp_is_not_written_to():
+    """Catches: a second send that writes to a frame while the first one reads it."""
+    data = bytearray(frame.frame_bytes([0]))
+    frame.write_header(data, frame.Header(codec_hash=1, **STAMP._asdict()), [frame.Body(0, 0)])
+    data[16:20] = b"\0" * 4  # the check, which a stamp would write again
+    frame.stamp(data, STAMP)
+    assert data[16:20] == b"\0" * 4
+
+
+@pytest.mark.parametrize("at", [0, 20, 44])
+def test_a_damaged_header_is_not_taken_for_another_frame(at):
+    """Catches: damage that is reported as a message of another rank."""
+    data = bytearray(frame.frame_bytes([0]))
+    frame.write_header(data, frame.Header(codec_hash=1, **STAMP._asdict()), [frame.Body(0, 0)])
+    data[at] ^= 0xFF
+    with pytest.raises(FrameError):
+        frame.other_stamp(data, STAMP)

@@ -154,3 +154,22 @@ def test_without_root_a_user_namespace_gives_the_same():
     measured, sent_bytes = map(float, done.stdout.split())
     assert 85 <= measured <= 100 * 1.03  # the first packets leave at once
     assert 4_000_000 <= sent_bytes <= 4_200_000
+
+
+FORK = """
+import os, sys
+from hipress.lab import Lab
+with Lab(1, rate=None, shaped=False) as lab:
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(7)  # and so leaves the block
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    lab.run(["true"], check=True)
+"""
+
+
+def test_a_forked_process_leaves_the_lab_of_its_parent_alone():
+    """Catches: a child that leaves the block of a lab and takes the lab of its parent down."""
+    subprocess.run(
+        [sys.executable, "-c", FORK], env={**os.environ, "PYTHONPATH": SRC}, check=True, timeout=60
+    )

@@ -290,7 +290,7 @@ def test_no_scaler_changes_no_codec():
     """Catches: bindings that are made anew, or codecs that change, without a scaler."""
     run = start("tbq(tau=0.05)")
     averaged(run, gradient(0))
-    (exchange,) = run.engine._recipes[run.engine._names["a"]].exchanges
+    exchange = run.engine._recipes[run.engine._names["a"]].exchange
     bound = exchange.bound
     averaged(run, gradient(1))
     assert exchange.bound is bound and list(exchange._bounds) == ["tbq(tau=0.05)"]
@@ -303,7 +303,7 @@ def test_bindings_of_other_scales_are_dropped():
     for step in range(6):
         adapter.scale = 2.0 ** (10 + step // 2)
         averaged(run, gradient(step))
-    (exchange,) = run.engine._recipes[run.engine._names["a"]].exchanges
+    exchange = run.engine._recipes[run.engine._names["a"]].exchange
     assert list(exchange._bounds) == ["tbq(tau=204.8, levels=1)"]
 
 

@@ -72,6 +72,11 @@ _FLAGS_AT = 6
 _CHECK = struct.Struct("<I")
 _CHECK_AT = 16
 _CHECKED_FROM = 20
+_NUM_BODIES_AT = 20
+_STEP = struct.Struct("<Q")
+_STEP_AT = 8
+_PLACE = struct.Struct("<IIII")
+_PLACE_AT = 40
 _KNOWN_FLAGS = FLAG_NONFINITE
 _FIELDS = struct.Struct("<QQIIIIH")
 _FIELD_LIMITS = {
@@ -123,6 +128,16 @@ class Header:
     def nonfinite(self) -> bool:
         """Whether a gradient in the frame had NaN or Inf."""
         return bool(self.flags & FLAG_NONFINITE)
+
+
+class Stamp(NamedTuple):
+    """The fields of a header that tell the frames of a job apart; the same as in `Header`."""
+
+    step: int
+    plan_epoch: int
+    sender: int
+    first_gradient: int
+    first_partition: int
 
 
 class Body(NamedTuple):
@@ -230,6 +245,36 @@ def set_flag(frame: Writable, flag: int) -> None:
     _FLAGS.pack_into(view, _FLAGS_AT, _FLAGS.unpack_from(view, _FLAGS_AT)[0] | flag)
 
 
+def stamp(frame: Writable, fields: Stamp) -> None:
+    """Sets the fields of a stamp in a written frame, in place, and computes its check again.
+
+    A frame that has this stamp already is not written to, so it may be read meanwhile.
+    """
+    view = _view(frame, writable=True)
+    num_bodies = _num_bodies(view)
+    if _read_stamp(view) == fields:
+        return
+    step, *place = fields
+    _STEP.pack_into(view, _STEP_AT, step)
+    _PLACE.pack_into(view, _PLACE_AT, *place)
+    _CHECK.pack_into(view, _CHECK_AT, _crc(view, num_bodies))
+
+
+def other_stamp(frame: Readable, expected: Stamp) -> Stamp | None:
+    """Returns the stamp of a frame if it is not the expected one.
+
+    Raises:
+        FrameError: The fields differ because the header is damaged.
+    """
+    view = _view(frame)
+    _num_bodies(view)
+    found = _read_stamp(view)
+    if found == expected:
+        return None  # whether the rest is intact is for the reader of the frame to check
+    _read_header(view, None)
+    return found
+
+
 # `frame` is a Readable, which numpy's stubs do not declare a buffer before Python 3.12.
 def _view(frame: Any, writable: bool = False) -> memoryview[Any]:
     view = memoryview(frame)
@@ -245,6 +290,19 @@ def _view(frame: Any, writable: bool = False) -> memoryview[Any]:
 
 def _crc(view: memoryview[Any], num_bodies: int) -> int:
     return zlib.crc32(view[_CHECKED_FROM : HEADER_BYTES + ENTRY_BYTES * num_bodies])
+
+
+def _read_stamp(view: memoryview[Any]) -> Stamp:
+    return Stamp(*_STEP.unpack_from(view, _STEP_AT), *_PLACE.unpack_from(view, _PLACE_AT))
+
+
+def _num_bodies(view: memoryview[Any]) -> int:
+    """Returns the number of bodies of a frame whose table lies within its bytes."""
+    if len(view) >= HEADER_BYTES and view[:4] == MAGIC:
+        num_bodies: int = _CHECK.unpack_from(view, _NUM_BODIES_AT)[0]
+        if HEADER_BYTES + ENTRY_BYTES * num_bodies <= len(view):
+            return num_bodies
+    return _read_header(view, None)[1]  # raises and says what is wrong
 
 
 def _read_header(view: memoryview[Any], codec_hash: int | None) -> tuple[Header, int]:

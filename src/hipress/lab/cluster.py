@@ -94,6 +94,7 @@ class Cluster:
             raise MissingDependencyError("pyroute2", "lab")
         self._on_exit = on_exit
         self._on_host_gone = on_host_gone
+        self._owner = os.getpid()
         self._switch_lock, self._hosts_lock = threading.Lock(), threading.Lock()
         self._request_ids = itertools.count()
         self._answers: dict[int, threading.Event] = {}
@@ -158,7 +159,9 @@ class Cluster:
             del self._answers[request]
 
     def close(self) -> None:
-        """End every process of the cluster."""
+        """End every process of the cluster; in a process that was forked, do nothing."""
+        if os.getpid() != self._owner:
+            return
         self._end_processes()
         self._listener.join(_ANSWER_S)
         for host in self._hosts:

@@ -142,7 +142,7 @@ def steady(rank, num_ranks, steps, warm, numel):
             "tensors": tensors,
             "made": dict(made),
             "recipes": len(engine._recipes),
-            "jobs": sum(len(prepared.exchanges) for prepared in engine._recipes.values()),
+            "exchanges": sum(one.exchange is not None for one in engine._recipes.values()),
             "threads": threading.active_count(),
         }
 

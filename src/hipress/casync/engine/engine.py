@@ -6,6 +6,7 @@ look up the recipe and a free exchange with its buffers, and submit that to the 
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -18,7 +19,8 @@ import torch
 from hipress import settings
 from hipress.casync.engine.exchange import Exchange
 from hipress.casync.engine.executors import Executor, OrderedExecutor
-from hipress.casync.engine.handle import CallbackThread, Handle
+from hipress.casync.engine.handle import CallbackThreads, Handle
+from hipress.casync.engine.memory import keep_for
 from hipress.casync.engine.recipe import Options, Recipe, without_state
 from hipress.casync.engine.state_store import StateStore
 from hipress.casync.engine.transport import LinkError, Transport, connections, opened_sockets
@@ -39,7 +41,10 @@ if TYPE_CHECKING:
 
 
 MAX_UNNAMED = 32
-"""Number of recipes of unnamed calls that are kept, each with its buffers."""
+"""Number of recipes of unnamed calls that are kept."""
+
+MAX_IDLE_BYTES = 2**26
+"""Bytes of the buffers that are kept for unnamed calls to come; of one call if that needs more."""
 
 
 @dataclass(slots=True)
@@ -61,9 +66,11 @@ class _Prepared:
     """A recipe that the ranks have agreed on, with its buffers."""
 
     recipe: Recipe
-    exchanges: list[Exchange] = field(default_factory=list)
-    """For a named recipe its only exchange, since it works on the state; for another those that are
-    not running."""
+    exchange: Exchange | None = None
+    """The only exchange of a named recipe, since it works on the state."""
+    idle: list[Exchange] = field(default_factory=list)
+    """The exchanges of an unnamed recipe that are not running."""
+    num_uses: int = 0
     last: Handle | None = None
     """The last use of a named recipe."""
 
@@ -113,13 +120,19 @@ class Engine:
         """The memory of the codecs of named tensors."""
         self._seed = seed
         self._recipes: dict[tuple[Any, ...], _Prepared] = {}
+        self._idle: dict[Exchange, _Prepared] = {}
+        """The exchanges of unnamed recipes that are not running, the last used at the end."""
+        self._idle_bytes = 0
         self._names: dict[str, tuple[Any, ...]] = {}
         """The key of the recipe of each named tensor."""
         self._steps: dict[tuple[str, ...], int] = {}
         self._sequence = 0
-        self._callback_thread = CallbackThread()
+        self._callback_threads = CallbackThreads()
         self._num_agreed = 0
         self._lock = threading.Lock()
+        self._agreeing = threading.Lock()
+        """Held while ranks agree: callbacks of futures may start exchanges on other threads."""
+        self._process = os.getpid()
         self._agreement = Agreement(
             store, transport.rank, transport.num_ranks, timeout_s, self._check_alive
         )
@@ -185,6 +198,7 @@ class Engine:
             loss_scale: The factor that the tensors carry, the same on all ranks; it applies to
                 options of codecs in units of the gradient (see `Codec.scaled`).
         """
+        self._check_process()
         self.executor.check()
         if names is None and name is not None:
             alone = len(values) == 1
@@ -196,6 +210,8 @@ class Engine:
         with self._lock:
             self._sequence += 1
             sequence = self._sequence
+            use = prepared.num_uses
+            prepared.num_uses += 1
         exchange = self._exchange_for(prepared)
         if step is None:
             step = sequence
@@ -204,36 +220,43 @@ class Engine:
                 self._steps[named] = step + 1
         flats = [value.detach().contiguous().view(-1) for value in values]
         exchange.prepare(
-            flats, sequence, step, lr_ratio=lr_ratio, weights=weights, loss_scale=loss_scale
+            flats, sequence, use, step, lr_ratio=lr_ratio, weights=weights, loss_scale=loss_scale
         )
         return self._start(prepared, exchange, values, flats)
 
     def agree(self, what: str, facts: dict[str, Any], share: Any = None) -> list[Any]:
         """Compares facts among all ranks; returns what each rank shares (see `Agreement.agree`)."""
+        self._check_process()
         self.executor.check()
-        return self._agreement.agree(what, facts, share=share)
+        with self._agreeing:
+            return self._agreement.agree(what, facts, share=share)
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Returns the payload of each rank, in rank order, on rank 0; nothing on the others."""
+        self._check_process()
         return self._agreement.gather(payload)
 
     def post(self, number: int, text: str) -> None:
         """Leaves a text of rank 0 for the other ranks without waiting (see `Agreement.post`)."""
+        self._check_process()
         self._agreement.post(number, text)
 
     def read_post(self, number: int, what: str) -> str:
         """Returns what rank 0 has posted; raises PeerError if it did not in time, or is gone."""
+        self._check_process()
         self.executor.check()
         return self._agreement.read_post(number, what)
 
     def explain(self, error: RuntimeError) -> BaseException:
         """Returns the error to raise for one of torch in a collective call among these ranks."""
+        self._check_process()
         return self._heartbeats.explain(LinkError(str(error)))
 
     def give_up(self, error: Exception) -> None:
         """Tells the other ranks that this one has failed; within about a second their waits end
         with a PeerError that names it."""
-        self._heartbeats.explain(error)
+        if self._is_own:
+            self._heartbeats.explain(error)
 
     def wait_idle(self) -> None:
         """Waits until no named exchange is running, so that `states` may be read and written."""
@@ -253,10 +276,11 @@ class Engine:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers of all exchanges, without the state of codecs."""
+        """Bytes of the buffers of named exchanges, and of idle unnamed ones, without the state of
+        codecs."""
         with self._lock:
-            prepared = list(self._recipes.values())
-            return sum(exchange.num_bytes for one in prepared for exchange in one.exchanges)
+            named = [one.exchange for one in self._recipes.values() if one.exchange is not None]
+            return sum(exchange.num_bytes for exchange in (*named, *self._idle))
 
     def record(self) -> list[Event]:
         """Starts to record tasks; returns the list that they are appended to."""
@@ -270,14 +294,33 @@ class Engine:
 
     def clock_offset(self) -> tuple[int, int]:
         """Returns the offset of this rank's clock to rank 0's, and its error bound, in ns."""
+        self._check_process()
         return self._agreement.clock_offset()
 
     def close(self) -> None:
-        """Ends the engine; its exchanges must be done."""
+        """Ends the engine; its exchanges must be done.
+
+        In a process that was forked it does nothing: the connections are those of its parent.
+        """
+        if not self._is_own:
+            return
         self.is_closed = True
         self._heartbeats.close()
         self.executor.close()
-        self._callback_thread.close()
+        self._callback_threads.close()
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether this process made the engine; one that was forked later did not."""
+        return os.getpid() == self._process
+
+    def _check_process(self) -> None:
+        if not self._is_own:
+            raise UsageError(
+                f"process {os.getpid()} was forked from process {self._process} and cannot "
+                "exchange through its connections; call hipress in the process that is the rank, "
+                "not in workers that it forks."
+            )
 
     def _start(
         self,
@@ -287,9 +330,11 @@ class Engine:
         flats: Sequence[torch.Tensor],
     ) -> Handle:
         stream = self.executor.stream
-        handle = Handle(values, stream, self._callback_thread)
+        handle = Handle(values, stream, self._callback_threads)
         pairs = zip(values, flats, strict=True)
         apart = [(value.detach(), flat) for value, flat in pairs if not value.is_contiguous()]
+        # Python drops them when all is enqueued, and the stream may still be at work then.
+        keep_for(stream, [*values, *(flat for _, flat in apart)])
 
         def on_done(error: BaseException | None) -> None:
             try:
@@ -298,11 +343,10 @@ class Engine:
             except BaseException as problem:  # the caller that waits must get it
                 error = problem
             exchange.release()
-            handle.end(error)
             if error is None and exchange.recipe.names is None:
-                exchange.last_use = handle.event
-                with self._lock:
-                    prepared.exchanges.append(exchange)
+                exchange.last_use = None if stream is None else stream.record_event()
+                self._keep_idle(prepared, exchange)
+            handle.end(error)
 
         exchange.on_done = on_done
         if exchange.recipe.names is not None:
@@ -347,17 +391,55 @@ class Engine:
 
     def _exchange_for(self, prepared: _Prepared) -> Exchange:
         """Returns an exchange that is not running; makes one if there is none."""
-        recipe = prepared.recipe
+        exchange = prepared.exchange
+        if exchange is not None:
+            if prepared.last is not None:
+                exchange.last_use = prepared.last.event
+            return exchange
         with self._lock:
-            exchange = prepared.exchanges.pop() if prepared.exchanges else None
-        if exchange is None:
-            on_host = not self.transport.on_device
-            exchange = Exchange(recipe, self.states, on_host=on_host, seed=self._seed)
-        elif prepared.last is not None:
-            exchange.last_use = prepared.last.event
-        if recipe.names is not None:
-            prepared.exchanges.append(exchange)
+            if prepared.idle:
+                exchange = prepared.idle.pop()
+                del self._idle[exchange]
+                self._idle_bytes -= exchange.num_bytes
+                return exchange
+        exchange = Exchange(
+            prepared.recipe,
+            self.states,
+            on_host=not self.transport.on_device,
+            seed=self._seed,
+            find_recipe=self._find_recipe,
+        )
+        if prepared.recipe.names is not None:
+            prepared.exchange = exchange
         return exchange
+
+    def _keep_idle(self, prepared: _Prepared, exchange: Exchange) -> None:
+        """Keeps an exchange for the next call of its kind; drops others that were used before it.
+
+        What to keep is each rank's own affair: exchanges hold buffers, recipes what was agreed on.
+        """
+        with self._lock:
+            prepared.idle.append(exchange)
+            self._idle[exchange] = prepared
+            self._idle_bytes += exchange.num_bytes
+            if self._idle_bytes > MAX_IDLE_BYTES:
+                for old in list(self._idle)[:-1]:
+                    self._free_idle(old)
+                    if self._idle_bytes <= MAX_IDLE_BYTES:
+                        break
+
+    def _free_idle(self, exchange: Exchange) -> None:
+        """Frees the buffers of an idle exchange, unless a GPU still reads them."""
+        event: Any = exchange.last_use
+        if event is None or event.query():
+            self._idle.pop(exchange).idle.remove(exchange)
+            self._idle_bytes -= exchange.num_bytes
+            exchange.free()
+
+    def _find_recipe(self, number: int) -> Recipe | None:
+        """Returns the recipe with a number, unless it was dropped."""
+        found = (one.recipe for one in list(self._recipes.values()) if one.recipe.number == number)
+        return next(found, None)
 
     def _prepared(
         self,
@@ -379,6 +461,21 @@ class Engine:
             v.dtype == first.dtype and v.device == first.device for v in values
         ):
             return prepared
+        with self._agreeing:
+            return self._new_prepared(key, values, codec, strategy, names, placements, total)
+
+    def _new_prepared(
+        self,
+        key: tuple[Any, ...],
+        values: Sequence[torch.Tensor],
+        codec: str | Codec,
+        strategy: str,
+        names: tuple[str, ...] | None,
+        placements: Sequence[tuple[Placement, ...]] | None,
+        total: bool,
+    ) -> _Prepared:
+        """Checks the tensors of a call, makes its recipe, and agrees on that with other ranks."""
+        first = values[0]
         known = strategies.get(strategy)
         made = named_codec(codec) if isinstance(codec, str) else codec
         if names is None:
@@ -390,10 +487,12 @@ class Engine:
                 f"the mean of {first.dtype} values need not be a whole number; use op='sum', or "
                 "convert the tensor to a floating-point dtype."
             )
+        if key in self._recipes:  # another thread was first
+            return self._recipes[key]
         recipe = Recipe(
             name=_title(names),
             names=names,
-            numels=numels,
+            numels=tuple(value.numel() for value in values),
             dtype=first.dtype,
             device=first.device,
             codec=made,
@@ -446,6 +545,8 @@ class Engine:
         if prepared.last is not None:
             prepared.last.wait_ended()
         del self._recipes[key]
+        if prepared.exchange is not None:
+            prepared.exchange.free()
         for name in prepared.recipe.names or ():
             if self._names.get(name) == key:
                 del self._names[name]
@@ -454,7 +555,10 @@ class Engine:
         """Drops all but the latest recipes of unnamed calls, whose sizes may never come again."""
         unnamed = [key for key, one in self._recipes.items() if one.recipe.names is None]
         for key in unnamed[:-MAX_UNNAMED]:
-            del self._recipes[key]
+            prepared = self._recipes.pop(key)
+            with self._lock:
+                for exchange in list(prepared.idle):
+                    self._free_idle(exchange)
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -11,16 +11,27 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
-from hipress.casync.engine.memory import Buffer, Chunk, GradientBuffer, clip_norm, scratch
+from hipress.casync.engine.memory import (
+    Buffer,
+    Chunk,
+    FrameBuffer,
+    GradientBuffer,
+    clip_norm,
+    scratch,
+)
 from hipress.casync.engine.recipe import Recipe, without_state
 from hipress.casync.engine.state_store import Key, StateStore
 from hipress.casync.engine.transport import Pending
 from hipress.casync.graphs.graph import COMPUTING, Kind, Slot, Task, Verb
+from hipress.codecs import frame
 from hipress.codecs.base import RANDOM_KEYS, WEIGHT, Codec, State
 from hipress.codecs.bulk import Bulk
+from hipress.errors import FrameError
 
 LIGHT_BYTES = 2**17
 """Sends up to this size take less time than handing them to another thread (50 us, busy core)."""
@@ -60,6 +71,11 @@ class BoundTasks:
     num_messages: int
 
 
+_NOTHING_BOUND = BoundTasks(
+    work=(), messages=(), is_light=(), sent_bytes=0, received_bytes=0, num_messages=0
+)
+
+
 class Exchange:
     """Buffers and functions for one recipe.
 
@@ -68,10 +84,20 @@ class Exchange:
         states: Holds the codecs' memory beyond the exchange if the recipe has names.
         on_host: Whether the transport takes host memory only.
         seed: Feeds the codecs' random numbers.
+        find_recipe: Returns the recipe with a number, if it is known; for errors.
     """
 
-    def __init__(self, recipe: Recipe, states: StateStore, *, on_host: bool, seed: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        states: StateStore,
+        *,
+        on_host: bool,
+        seed: int,
+        find_recipe: Callable[[int], Recipe | None] = lambda number: None,
+    ) -> None:
         self.recipe = recipe
+        self._find_recipe = find_recipe
         self._state_store = states
         self._on_host = on_host
         self._seed = seed
@@ -88,6 +114,8 @@ class Exchange:
         ]
         self._gradients = [GradientBuffer(chunk, on_host) for chunk in self.chunks]
         self._received = {slot for task in recipe.graph.tasks if task.of for slot in task.writes}
+        self._sent = {slot for task in recipe.graph.tasks if task.to for slot in task.reads}
+        self._firsts = recipe.layout.firsts
         self._buffers: dict[Slot, Buffer] = {}
         self._bounds: dict[str, BoundTasks] = {}
         self._states: dict[Slot, State] = {}
@@ -102,7 +130,11 @@ class Exchange:
         self._pointers: list[int] = []
         # What follows is set for each use.
         self.sequence = 0
-        self.bound: BoundTasks
+        self.use = 0
+        self.step = 0
+        self.tag = 0
+        """The upper part of the tags of all its messages; the executor sets it."""
+        self.bound = _NOTHING_BOUND
         self.lock = threading.Lock()
         self.waiting: list[int] = []
         self.left = 0
@@ -121,6 +153,7 @@ class Exchange:
         self,
         flats: Sequence[torch.Tensor],
         sequence: int,
+        use: int,
         step: int,
         *,
         lr_ratio: float | None = None,
@@ -132,12 +165,13 @@ class Exchange:
         Args:
             flats: The caller's tensors, flat and contiguous.
             sequence: Number of this use among those of all exchanges.
+            use: Number of this use among those of the recipe.
             step: Step of training; decides the phase of a codec, and its random numbers.
             lr_ratio: The last step's learning rate over this one's, for codecs that use it.
             weights: The parameters of the tensors, for codecs that read them.
             loss_scale: The factor that the tensors carry.
         """
-        self.sequence = sequence
+        self.sequence, self.use, self.step = sequence, use, step
         if self.last_use is not None:
             self.last_use.synchronize()
         pointers = [flat.data_ptr() for flat in flats]
@@ -190,6 +224,21 @@ class Exchange:
             chunk.release()
         self._pointers = []
         self.on_done = lambda error: None
+
+    def free(self) -> None:
+        """Frees all buffers; the exchange cannot be used again.
+
+        Without this they would stay until a collector comes by, since functions refer to them and
+        to the exchange.
+        """
+        self._bounds.clear()
+        self._buffers.clear()
+        self._states.clear()
+        self._weights.clear()
+        self._gradients.clear()
+        self.chunks.clear()
+        self.sends = []
+        self.bound = _NOTHING_BOUND
 
     def addend(self, chunk: int) -> torch.Tensor:
         """Returns what the transport's all-reduce adds up.
@@ -254,8 +303,42 @@ class Exchange:
                 chunk.wire_bytes(self._codec_of(slot, phase))
                 for _, phase in self.recipe.codec.phases
             )
-            self._buffers[slot] = Buffer(largest, torch.uint8, self.device, self._on_host)
+            made_here = slot.rank == self.recipe.rank
+            self._buffers[slot] = FrameBuffer(
+                largest,
+                self.device,
+                self._on_host,
+                # A frame that this rank only hands on keeps the stamp of the rank that made it.
+                write=partial(self._stamp, slot) if made_here and slot in self._sent else None,
+                check=partial(self._check, slot) if slot in self._received else None,
+            )
         return self._buffers[slot].prefix(chunk.wire_bytes(self._codec_of(slot, codec)))
+
+    def _stamp_of(self, slot: Slot) -> frame.Stamp:
+        first = self._firsts[slot.chunk]
+        return frame.Stamp(self.step, self.recipe.number, slot.rank, *first)
+
+    def _stamp(self, slot: Slot, data: memoryview[Any]) -> None:
+        frame.stamp(data, self._stamp_of(slot))
+
+    def _check(self, slot: Slot, data: memoryview[Any]) -> None:
+        """Refuses a frame that belongs to another slot, step, recipe or rank."""
+        expected = self._stamp_of(slot)
+        found = frame.other_stamp(data, expected)
+        if found is not None:
+            raise FrameError(
+                f"rank {self.recipe.rank} received {self._described(found)} where it expects "
+                f"{self._described(expected)}; make the same calls in the same order on all ranks."
+            )
+
+    def _described(self, stamp: frame.Stamp) -> str:
+        recipe = self._find_recipe(stamp.plan_epoch)
+        known = recipe is not None and stamp.first_gradient < len(recipe.numels)
+        what = repr(recipe.tensor_title(stamp.first_gradient)) if recipe and known else "a tensor"
+        return (
+            f"{what} (partition {stamp.first_partition}, step {stamp.step}, recipe "
+            f"{stamp.plan_epoch}, made by rank {stamp.sender})"
+        )
 
     def _state(self, slot: Slot, coder: Codec | Bulk) -> State:
         """Returns the state for encoding a frame; all phases share one."""
@@ -308,8 +391,6 @@ class Exchange:
         state = self._state(slot, coder)
         read, buffer = self._read(task.reads[0], codec), self._buffer(slot, codec)
         encode, out, publish = coder.encode, buffer.data, buffer.publish
-        if not buffer.staged:
-            return lambda: encode(read(), state, out=out)
 
         def run() -> None:
             encode(read(), state, out=out)

@@ -14,6 +14,10 @@ overtake each other, so no queue ever waits for another rank's order. gloo repor
 a thread that waits for it, hence the waiters. It moves no byte before the receiver has asked, hence
 receives are started as soon as their memory is free.
 
+The upper part of a tag holds the number of the recipe and of its use, so exchanges match whatever
+order their messages, or the calls on different ranks, come in. Numbers repeat; an exchange whose
+tags are those of one that is running waits for its end, so no two messages under way share a tag.
+
 `OrderedExecutor` is for transports without tags (NCCL). One thread walks the lowered graph, in the
 same order on all ranks. On a GPU it only enqueues: codecs on one stream, exchanges on another,
 events between them; nothing waits for the device. Without streams each task is done before the
@@ -45,9 +49,9 @@ from hipress.timeline import Event
 MAX_WAITERS = 16
 """Peers beyond this number share waiters."""
 
-_SEQUENCES = 2**TAG_BITS
-_SPREAD = 4099
-"""Distance between the tags of two recipes at one moment: more than exchanges run at once."""
+NUM_RECIPES, NUM_USES = 2**9, 2**6
+"""Recipes, and uses of one recipe, that have tags of their own. With TAG_BITS they fill 30 bits;
+gloo takes 31, and tags from 2**30 on belong to probes of the network."""
 _STOP = (-1, -1)
 
 
@@ -77,8 +81,10 @@ class BaseExecutor:
         self._counting = threading.Lock()
         self.failure: BaseException | None = None
         self.explain = explain
-        self._running: set[Exchange] = set()
+        self._running: dict[int, Exchange] = {}
+        """The running exchanges by their key (see `_key`)."""
         self._running_lock = threading.Lock()
+        self._fewer_running = threading.Condition(self._running_lock)
 
     def check(self) -> None:
         """Raises if an earlier error, or `close`, has ended this executor."""
@@ -99,24 +105,39 @@ class BaseExecutor:
             if self.failure is not None:
                 return
             self.failure = error
-            running, self._running = self._running, set()
-        for exchange in running:
+            running, self._running = self._running, {}
+            self._fewer_running.notify_all()
+        for exchange in running.values():
             exchange.on_done(error)
         # Threads that wait for the network come back, so that the process can end.
         with suppress(RuntimeError):  # it may be gone already
             self.transport.abort()
 
+    def _key(self, exchange: Exchange) -> int:
+        """Returns a number that two running exchanges must not share."""
+        return exchange.sequence
+
     def _add(self, exchange: Exchange) -> None:
-        with self._running_lock:
+        """Takes an exchange in, after the end of one that has its key, or raises.
+
+        No rank waits here for ever: all ranks start their exchanges in one order, so the older one
+        ends whether or not this one begins.
+        """
+        key = self._key(exchange)
+        with self._fewer_running:
+            while self.failure is None and key in self._running:
+                self._fewer_running.wait()
             self.check()
-            self._running.add(exchange)
+            self._running[key] = exchange
 
     def _end(self, exchange: Exchange) -> None:
         """Hands an exchange back, unless it has failed meanwhile."""
-        with self._running_lock:
-            if exchange not in self._running:
+        key = self._key(exchange)
+        with self._fewer_running:
+            if self._running.get(key) is not exchange:
                 return
-            self._running.discard(exchange)
+            del self._running[key]
+            self._fewer_running.notify_all()
         exchange.on_done(None)
 
     def _record(self, exchange: Exchange, index: int, queue: str, start_ns: int) -> None:
@@ -181,6 +202,7 @@ class Executor(BaseExecutor):
                 the stream before, or the merges of earlier exchanges would stand behind it: a host
                 that runs ahead of its GPU starts the last encode long before the first merge.
         """
+        exchange.tag = self._key(exchange)
         self._add(exchange)
         # Receives first: what the others send can then flow while this rank still encodes.
         graph = exchange.recipe.graph
@@ -198,6 +220,11 @@ class Executor(BaseExecutor):
         else:
             self._gated.put((ready, exchange, rest))
 
+    def _key(self, exchange: Exchange) -> int:
+        """Returns the upper part of the tags of an exchange."""
+        number = exchange.recipe.number % NUM_RECIPES
+        return (number * NUM_USES + exchange.use % NUM_USES) << TAG_BITS
+
     def close(self) -> None:
         """Ends the threads; running exchanges fail."""
         self.fail(UsageError("this engine is closed; make another."))
@@ -205,7 +232,9 @@ class Executor(BaseExecutor):
             self._ready.push(_STOP, None)
         self._posts.put(None)
         self._gated.put(None)
-        for waits in self._waits.values():
+        with self._lock:  # a thread that still runs may add one
+            waiters = list(self._waits.values())
+        for waits in waiters:
             waits.put(None)
         # A daemon thread that returns to Python while that shuts down aborts the process.
         for thread in self._threads:
@@ -282,16 +311,14 @@ class Executor(BaseExecutor):
         task, message = exchange.recipe.graph.tasks[index], exchange.bound.messages[index]
         assert message is not None
         start_ns = time.perf_counter_ns()
-        # Ranks in different exchanges never match each other's messages; they time out instead.
-        high = (exchange.sequence + _SPREAD * exchange.recipe.number) % _SEQUENCES << TAG_BITS
         if task.verb is Verb.RECV:
             buffer, of, tag = message.recvs[0]
-            pending = self.transport.recv(buffer.wire, of, high | tag)
+            pending = self.transport.recv(buffer.wire, of, exchange.tag | tag)
             self._wait_for(of % MAX_WAITERS, exchange, index, pending, start_ns)
         elif task.verb is Verb.SEND:
             buffer, to, tag = message.sends[0]
             buffer.before_send()
-            pending = self.transport.send(buffer.wire, to, high | tag)
+            pending = self.transport.send(buffer.wire, to, exchange.tag | tag)
             if exchange.recipe.graph.followers[index]:
                 self._wait_for(-1, exchange, index, pending, start_ns)
             else:
@@ -374,10 +401,13 @@ class OrderedExecutor(BaseExecutor):
         self._thread.start()
 
     def submit(self, exchange: Exchange, ready: torch.cuda.Event | None = None) -> None:
-        """Starts an exchange that was prepared; on a GPU its stream waits for `ready`."""
+        """Starts an exchange that was prepared; on a GPU its streams wait for `ready`."""
         self._add(exchange)
-        if ready is not None and self.stream is not None:
-            self.stream.wait_event(ready)
+        if ready is not None:
+            # Both: an all-reduce, or a send of the gradient itself, needs no task before it.
+            for stream in (self.stream, self._side):
+                if stream is not None:
+                    stream.wait_event(ready)
         self._submitted.put(exchange)
 
     def close(self) -> None:

@@ -1,9 +1,11 @@
-"""The handle that a caller waits on, and the thread that runs its callbacks."""
+"""The handle that a caller waits on, and the threads that run its callbacks."""
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,36 +16,70 @@ CLOSE_S = 5.0
 """How long `close` waits for a thread that is stuck, so that the caller can return."""
 
 
-class CallbackThread:
-    """Runs the callbacks of futures, which may start, and wait for, the next synchronisation."""
+MAX_IDLE = 4
+"""Threads for callbacks that are kept while there is nothing to call."""
+
+_log = logging.getLogger("hipress")
+
+
+class CallbackThreads:
+    """Runs the callbacks of futures, which may start, and wait for, other synchronisations.
+
+    A callback that waits holds no other back, because a thread is added when all are busy. So
+    callbacks may run at the same time, and in any order.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._threads: set[threading.Thread] = set()
+        self._num_idle = 0
+        """Threads that wait for a call and for which none is in the queue."""
+        self._is_closed = False
 
     def put(self, call: Callable[[], None]) -> None:
-        """Runs a call after those that were put before it."""
+        """Runs a call on a thread that is not busy; after `close` on this one."""
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="hipress-futures", daemon=True
-                )
-                self._thread.start()
-        self._calls.put(call)
+            is_closed = self._is_closed
+            if not is_closed:
+                if self._num_idle:
+                    self._num_idle -= 1
+                else:
+                    self._add_thread()
+                self._calls.put(call)
+        if is_closed:
+            call()
 
     def close(self) -> None:
-        """Ends the thread after the calls that were put."""
-        self._calls.put(None)
-        # What it holds must not be freed while Python shuts down: torch aborts the process then.
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(CLOSE_S)
+        """Ends the threads after the calls that were put."""
+        with self._lock:
+            self._is_closed = True
+            threads = list(self._threads)
+        for _ in threads:
+            self._calls.put(None)
+        # What they hold must not be freed while Python shuts down: torch aborts the process then.
+        deadline = time.monotonic() + CLOSE_S
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="hipress-futures", daemon=True)
+        thread.start()
+        self._threads.add(thread)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            call()
+            try:
+                call()
+            except BaseException:  # the next callbacks, for which others wait, must still run
+                _log.exception("a callback of a future raised an error")
             del call  # frees its tensors now and not with the next call
+            with self._lock:
+                if self._num_idle >= MAX_IDLE and not self._is_closed:
+                    self._threads.discard(threading.current_thread())
+                    return
+                self._num_idle += 1
 
 
 class Handle:
@@ -53,9 +89,9 @@ class Handle:
         self,
         tensors: Sequence[torch.Tensor],
         stream: torch.cuda.Stream | None,
-        callback_thread: CallbackThread,
+        threads: CallbackThreads,
     ) -> None:
-        self._callback_thread = callback_thread
+        self._threads = threads
         self._tensors = list(tensors)  # keeps them alive until it is done
         self._stream = stream
         self._ended = threading.Event()
@@ -112,7 +148,7 @@ class Handle:
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            self._callback_thread.put(callback)
+            self._threads.put(callback)
 
 
 def joint(

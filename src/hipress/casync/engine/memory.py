@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +17,17 @@ from hipress.codecs.bulk import Bulk
 def new_stream(device: torch.device) -> torch.cuda.Stream:
     """Makes a stream of our own on a GPU."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def keep_for(stream: torch.cuda.Stream | None, values: Sequence[torch.Tensor]) -> None:
+    """Makes memory that is freed while a stream still works on it stay as it is until then.
+
+    Without this, the memory of a tensor that was made on another stream is given to the next one
+    that is made there, as soon as Python drops it, whatever this stream still has to do.
+    """
+    if stream is not None:
+        for value in values:
+            value.detach().record_stream(stream)
 
 
 class Scratch(threading.local):
@@ -67,9 +80,8 @@ class Buffer:
 
     def prefix(self, numel: int) -> Buffer:
         """Returns the first elements, in the same memory."""
-        part = Buffer.__new__(Buffer)
+        part = copy.copy(self)
         part.data, part._wire = self.data[:numel], self._wire[:numel]
-        part.staged, part._event = self.staged, self._event
         return part
 
     @property
@@ -108,6 +120,56 @@ class Buffer:
     def after_recv(self) -> None:
         """Hands on what was received; the communicating queue calls it."""
         return None
+
+
+class FrameBuffer(Buffer):
+    """Memory of a frame, with the functions that write and check the stamp in its header.
+
+    Both work on host memory. Where the transport takes the memory of a GPU (NCCL) they are not
+    called: that would cost a kernel for each frame, and such a transport has no tags that could be
+    mixed up, since its messages arrive in the order in which they were sent.
+
+    Args:
+        num_bytes: Bytes of the longest frame.
+        write: Called with a frame that was encoded here before it is sent; None if it never is.
+        check: Called with a frame that was received; raises if it is another than expected.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        on_host: bool,
+        write: Callable[[memoryview[Any]], None] | None,
+        check: Callable[[memoryview[Any]], None] | None,
+    ) -> None:
+        super().__init__(num_bytes, torch.uint8, device, on_host)
+        is_visible = self._wire.device.type == "cpu"
+        self._write = write if is_visible else None
+        self._check = check if is_visible else None
+        data: Any = self._wire.numpy() if is_visible else b""  # numpy's stubs hide its buffer
+        self._bytes = memoryview(data)
+
+    def prefix(self, numel: int) -> FrameBuffer:
+        part = copy.copy(self)
+        part.data, part._wire = self.data[:numel], self._wire[:numel]
+        part._bytes = self._bytes[:numel]
+        return part
+
+    def publish(self) -> None:
+        super().publish()
+        # Here and not before the send: tasks that read this frame may run while it is sent.
+        if self._write is not None and not self.staged:
+            self._write(self._bytes)
+
+    def before_send(self) -> None:
+        super().before_send()
+        if self._write is not None and self.staged:
+            self._write(self._bytes)
+
+    def after_recv(self) -> None:
+        if self._check is not None:
+            self._check(self._bytes)
 
 
 class GradientBuffer(Buffer):

@@ -62,11 +62,15 @@ class Recipe:
     def _label(self, members: Sequence[partitions.Partition]) -> str:
         texts = []
         for tensor, start, stop in members[:4]:
-            text = self.names[tensor] if self.names is not None else f"tensor {tensor}"
+            text = self.tensor_title(tensor)
             whole = stop - start == self.numels[tensor]
             texts.append(text if whole else f"{text}[{start}:{stop}]")
         more = f" and {len(members) - 4} more" if len(members) > 4 else ""
         return ", ".join(texts) + more
+
+    def tensor_title(self, tensor: int) -> str:
+        """Returns the name of a tensor, or its place in the call if it has none."""
+        return self.names[tensor] if self.names is not None else f"tensor {tensor}"
 
     @cached_property
     def keeps_state(self) -> bool:

@@ -136,8 +136,10 @@ class GroupTransport(Transport):
             return self.group.allreduce([data])
 
     def abort(self) -> None:
-        self.group.abort()
-        shut_down(self._sockets)
+        try:
+            self.group.abort()
+        finally:
+            shut_down(self._sockets)
 
     def num_lost_peers(self) -> int | None:
         if not self._connections:

@@ -78,6 +78,17 @@ class Layout:
             found[group].append(part)
         return tuple(map(tuple, found))
 
+    @cached_property
+    def firsts(self) -> tuple[tuple[int, int], ...]:
+        """For each group, the tensor of its first partition and that partition's index in it."""
+        found: dict[int, tuple[int, int]] = {}
+        counts: dict[int, int] = {}
+        for part, group in zip(self.partitions, self.groups, strict=True):
+            index = counts.get(part.tensor, 0)
+            counts[part.tensor] = index + 1
+            found.setdefault(group, (part.tensor, index))
+        return tuple(found[group] for group in range(len(self.routes)))
+
     @property
     def partition_routes(self) -> tuple[int, ...]:
         """The route of each partition, which is that of its group."""

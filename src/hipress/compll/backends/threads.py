@@ -7,6 +7,7 @@ tile and are joined in order; what a later range of a filter took without room i
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,8 +51,9 @@ class Runner:
         return [num_tiles * r // ranges for r in range(ranges + 1)]
 
     def _share(self, kernel: Callable[..., None], edges: list[int], args: tuple[Any, ...]) -> None:
+        executor = _executor(self.num_threads, os.getpid())
         jobs = [
-            _executor(self.num_threads).submit(kernel, lo, hi, *args)
+            executor.submit(kernel, lo, hi, *args)
             for lo, hi in zip(edges[1:-1], edges[2:], strict=True)
         ]
         kernel(edges[0], edges[1], *args)
@@ -77,5 +79,6 @@ _here = _Here()
 
 
 @cache
-def _executor(num_threads: int) -> ThreadPoolExecutor:
+def _executor(num_threads: int, process: int) -> ThreadPoolExecutor:
+    """Returns the threads of a process; one that was forked has none of its parent's."""
     return ThreadPoolExecutor(num_threads - 1, thread_name_prefix="hipress-codec")
