@@ -4,7 +4,7 @@
     PLAIN, COMPRESSED, TRIAL --- try_plan, use_plan, use_plain ---> TRIAL, COMPRESSED, PLAIN
     any but DETACHED ----- flush ----> FLUSHING ----- end_flush ----> PLAIN or DETACHED
 
-A session without a codec, or with `enabled=False`, is DETACHED from the start.
+A session with `enabled=False` is DETACHED from the start.
 """
 
 from __future__ import annotations

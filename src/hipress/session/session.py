@@ -489,14 +489,14 @@ class Session:
                 return self.plain.average(buffer, self._on_lost_sum)
             except RuntimeError as error:
                 raise self.engine.explain(error) from error
-        warm = mode is not Mode.WARMUP
+        as_decided = mode is not Mode.WARMUP
         handles = [
             self.engine.allreduce(
                 [buffer[start:stop] for start, stop in group.spans],
-                codec=group.codec if warm else NONE,
-                strategy=group.strategy if warm else "ps",
+                codec=group.codec if as_decided else NONE,
+                strategy=group.strategy if as_decided else "ps",
                 names=group.names,
-                placements=group.placements if warm else None,
+                placements=group.placements if as_decided else None,
                 step=self.step,
                 lr_ratio=self._rate_ratio(group),
                 weights=self._weights(group) if group.wants_weights else None,

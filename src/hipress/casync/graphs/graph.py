@@ -87,7 +87,7 @@ class Task:
     of: tuple[int, ...] = ()
     """The sender of each slot that a recv or an exchange writes."""
     depth: int = 0
-    """Its stage among the tasks of the chunk, alike on all ranks: a recv is one below its send."""
+    """Its stage among the tasks of the chunk, alike on all ranks: a recv has its send's plus 1."""
     needs: tuple[int, ...] = ()
     """Tasks that must be done before it, as positions in the graph."""
 
@@ -167,7 +167,7 @@ class Draft:
         self.add(Task(verb=Verb.MERGE, reads=reads, writes=(mean,), weights=factors, depth=depth))
 
     def send(self, slot: Slot, to: int, depth: int) -> None:
-        """Adds the send of a slot to a rank, which receives it one below `depth`."""
+        """Adds the send of a slot to a rank, which receives it at `depth + 1`."""
         self.add(Task(verb=Verb.SEND, reads=(slot,), to=(to,), depth=depth))
 
     def recv(self, slot: Slot, of: int, depth: int) -> None:

@@ -61,6 +61,7 @@ def between(
         parts = [Slot(Kind.PLAIN, chunk, member) for member in members]
         for member, part in zip(members, parts, strict=True):
             draft.decode(Slot(Kind.FRAME, chunk, member), part, depth + 3)
+        # One more than there are contributions: a slot of its own also if there is one member.
         mean = Slot(Kind.PLAIN, chunk, rank, len(members) + 1)
         draft.merge(parts, mean, depth + 4, [size / sum(sizes) for size in sizes])
         draft.encode(mean, back, depth + 5)
