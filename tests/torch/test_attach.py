@@ -66,7 +66,7 @@ def told(request, tmp_path_factory):
         [
             *({"id": name, "do": name, "ranks": 2}
               for name in ("kinds", "hook_pair", "disabled", "decayed", "refused", "different",
-                           "drifted", "unfrozen", "twice")),
+                           "drifted", "unfrozen", "twice", "dropped")),
             *({"id": f"scaled {codec}", "do": "scaled", "ranks": 2, "codec": codec}
               for codec in SCALED),
             {"id": "warmup", "do": "warmup", "ranks": 2, "steps": 2},
@@ -302,6 +302,12 @@ def test_a_bare_hook_trains_and_goes_on(told):
         assert set(found["skipped"].values()) == {EXEMPT} and len(found["skipped"]) == 5
         assert found["ratio"] > 10 and found["residual"] > 0
         assert found["early"][0] == "UsageError" and "run one step first" in found["early"][1]
+
+
+def test_a_dropped_model_ends_its_engine(told):
+    """Catches: threads and buffers of models that are gone, as `auto` times them or a bare hook."""
+    for found in told.results("dropped", range(2)):
+        assert found == [[0, 0]] * 4
 
 
 def test_compiled_models(told):

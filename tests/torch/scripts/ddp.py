@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import gc
 import json
 import logging
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hipress
 import hipress.torch
+from hipress.casync.engine.engine import Engine
 from hipress.plan import Decision, Plan
 from hipress.session import replicas
 from hipress.train.convergence import VirtualSync, _Compressed, is_exempt
@@ -525,6 +528,36 @@ def hook_pair(rank, num_ranks):
         "early": too_early,
         "residual": max(float(r.abs().max()) for r in residuals(sync)),
     }
+
+
+def dropped(rank, num_ranks):
+    """Engines and threads of HiPress after each of some models is dropped, trained as before."""
+
+    def alive():
+        gc.collect()
+        engines = sum(type(one) is Engine for one in gc.get_objects())
+        return engines, sum(one.name.startswith("hipress-") for one in threading.enumerate())
+
+    def hooked():
+        ddp = wrap(mlp())
+        ddp.register_comm_hook(*hipress.torch.comm_hook("onebit"))
+        return ddp
+
+    def attached(codec):
+        ddp = wrap(mlp())
+        hipress.attach(ddp, codec)
+        return ddp
+
+    def use(make):
+        ddp = make()
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), rank, range(3))
+
+    found = [alive()]
+    for make in (hooked, lambda: attached("onebit"), lambda: attached("auto")):
+        for _ in range(2):
+            use(make)
+        found.append(alive())
+    return found
 
 
 def compiled(rank, num_ranks, backend):
