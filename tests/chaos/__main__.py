@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=10**9, help="no episode begins after so many")
     parser.add_argument("--seed", type=int, help="of all random numbers; drawn if not given")
     parser.add_argument("--episode", type=int, help="plays only this one")
-    parser.add_argument("--labs", type=int, default=1, help="episodes at a time")
+    parser.add_argument("--labs", type=int, default=2, help="episodes at a time")
     parser.add_argument("--record", action="store_true", help="write results.csv and the docs")
     options = parser.parse_args()
     disk.own_mounts()  # before torch is imported
@@ -43,6 +43,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     finally:
+        disk.unmount_all(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -77,8 +78,8 @@ def _play(options: argparse.Namespace, folder: Path) -> int:
                 player.join(0.5)
     finally:
         for player in players:  # after Ctrl-C they are in the middle of an episode
-            if player.is_alive() and player.cluster is not None:
-                player.cluster.close()
+            if player.is_alive():
+                player.interrupt()
     problems = [problem for player in players for problem in player.problems]
     problems += [f"a player failed: {player.error}" for player in players if player.error]
     print(report.table(rows))

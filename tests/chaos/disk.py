@@ -33,14 +33,13 @@ def mount(folder: Path, size: str) -> None:
     _mount("chaos", str(folder), "tmpfs", 0, f"size={size}")
 
 
-def unmount(folder: Path) -> None:
-    """Undoes `mount`, also while files are open."""
-    _check(_libc.umount2(str(folder).encode(), _MNT_DETACH), f"to unmount {folder}")
-
-
-def is_mounted(folder: Path) -> bool:
-    """Returns whether a folder is a mount that this process sees."""
-    return any(line.split()[1] == str(folder) for line in open("/proc/self/mounts"))
+def unmount_all(folder: Path) -> None:
+    """Undoes `mount` for all folders below one, also while files are open."""
+    with open("/proc/self/mounts") as lines:
+        mounts = [Path(line.split()[1]) for line in lines]
+    for mount in mounts:
+        if folder in mount.parents:
+            _check(_libc.umount2(str(mount).encode(), _MNT_DETACH), f"the end of mount {mount}")
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:

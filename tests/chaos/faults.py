@@ -6,6 +6,7 @@ have told. A fault is drawn from a seed before its job starts, so that an episod
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tests.chaos.seen import (
     ERROR_S,
+    Failure,
     Seen,
     ended,
     named,
@@ -69,14 +71,10 @@ class Fault:
         return ""
 
     def seconds(self, seen: Seen) -> float:
-        """Returns how long it took until the last rank had its error, or went on."""
-        errors = [error.at for rank in seen.ranks if (error := seen.error(rank))]
-        on = [
-            min((line["at"] for line in seen.find("step", rank) if line["step"] >= self.target),
-                default=self.at)
-            for rank in seen.ranks
-        ]  # fmt: skip
-        return max(errors or on) - self.at
+        """Returns how long it took until the last of the other ranks had its error, or went on."""
+        errors = [error.at for rank in self.others(seen) if (error := seen.error(rank))]
+        on = [line["at"] for line in seen.find("step") if line["step"] == self.target // 3 * 3]
+        return max([*(errors or on), self.at]) - self.at
 
     def others(self, seen: Seen) -> list[int]:
         """Returns all ranks but the victim."""
@@ -381,12 +379,13 @@ class BadMessage(Fault):
         self.place, self.flip = draw.random(), draw.randrange(1, 256)
         self.receiver = -1
         self.offset = -1
-        self.check_every = 0
+        self.check_every, self.is_ring = 0, False
 
     def strike(self, job: Job) -> None:
         seen = job.seen
         self.at = job.now()
         self.check_every = job.config.check_every
+        self.is_ring = job.config.strategy == "ring"
         job.tell(
             self.victim, do="strike", zone=self.zone, place=self.place, flip=self.flip
         )  # fmt: skip
@@ -407,18 +406,35 @@ class BadMessage(Fault):
         self.receiver, self.zone, self.offset = line["to"], line["zone"], line["offset"]
 
     def is_refused(self, seen: Seen) -> list[str]:
-        """The receiver refuses the message with a FrameError, and every other rank ends in time
-        with a PeerError that names the receiver or the sender."""
+        """The receiver refuses the message, or in a ring, where frames are passed on, a rank behind
+        it; every other rank ends in time with a PeerError that names such a rank or the sender."""
         self.outcome = ENDED
-        others = [rank for rank in seen.ranks if rank != self.receiver]
-        plausible = [{self.receiver}, {self.victim}, {self.receiver, self.victim}]
+        refused = [rank for rank in seen.ranks if (e := seen.error(rank)) and is_refusal(e)]
         problems = ended(seen, seen.ranks, self.at)
-        problems += named(seen, [self.receiver], [()], kind="FrameError")
+        if self.receiver not in refused and not (self.is_ring and refused):
+            own = seen.error(self.receiver)
+            how = f"failed with {own.kind}: {own.text}" if own else "goes on"
+            problems.append(f"rank {self.receiver} was sent a damaged frame and {how}")
+        suspects = {self.receiver, self.victim, *refused}
+        plausible = [
+            set(some)
+            for size in range(1, len(suspects) + 1)
+            for some in itertools.combinations(suspects, size)
+        ]
+        others = [rank for rank in seen.ranks if rank not in refused]
         return problems + named(seen, others, plausible)
 
     @property
     def detail(self) -> str:
         return f"byte {self.offset} ({self.zone}) to rank {self.receiver}"
+
+
+def is_refusal(error: Failure) -> bool:
+    """Returns whether an error is a FrameError, or the PeerError that cites it where the rank began
+    another exchange first."""
+    cites = error.text.startswith("the exchange is down since an earlier error (frame ")
+    cites = cites or "earlier error (the frame " in error.text
+    return error.kind == "FrameError" or (error.kind == "PeerError" and cites)
 
 
 class BadHeader(BadMessage):
@@ -442,7 +458,7 @@ class BadBody(BadMessage):
     zones = ("body", "body", "body", "free")
 
     def judge(self, seen: Seen) -> list[str]:
-        if (error := seen.error(self.receiver)) is not None and error.kind == "FrameError":
+        if any((error := seen.error(rank)) and is_refusal(error) for rank in seen.ranks):
             return self.is_refused(seen) + replicas_agree(seen)
         if seen.first_difference() is None and not seen.failed:
             return went_on(seen, self.target)

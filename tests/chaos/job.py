@@ -5,6 +5,7 @@ sends it a signal or passes a line on to it, and tells when it has ended. The ra
 until it is told to stop, or something fails. Both tell what happens in lines of JSON on stdout:
 
     {"ready": true}                                          the first process obeys
+    {"job", "rank", "joined"}                                the process group is made
     {"job", "rank", "began", "digest"}                       training begins at this step
     {"job", "rank", "step", "digest", "finite"}              every `TELL_EVERY` steps
     {"job", "rank", "saved", "digest"}                       rank 0 has written a checkpoint
@@ -105,12 +106,15 @@ def serve(pipe, codecs):
 
 
 def _warm_up(codecs):
-    """Loads the kernels of codecs, so that no job has to."""
+    """Loads the kernels of codecs, and compiles them if they are new, so that no job has to."""
     kernels.compile_once()
     for name in codecs:
-        for codec in (hipress.codec(name), hipress.codec(name).aggregator(2)):
-            x = torch.ones(4096)
-            codec.decode(codec.encode(x, codec.init(x, seed=0, stream=0)))
+        for codec in (hipress.codec(name), *map(hipress.codec(name).aggregator, (1, 2, 3, 4))):
+            for coder in (codec, codec.bulk([4096, 100])):
+                x = torch.ones(getattr(coder, "numel", 4096))
+                payload = coder.encode(x, coder.init(x, seed=0, stream=0))
+                coder.decode(payload, out=x)
+                coder.decode(payload, out=x, add=True, alpha=0.5)
 
 
 # --- a rank of a job ------------------------------------------------------------------------------
@@ -284,6 +288,7 @@ def train(job):
         control = Control(me, job["control"])
         folder = Path(job["folder"])
         hipress.init()
+        tell(**me, joined=True)
         door = DOORS[job["door"]](job)
         found = checkpoints.read(folder)
         step = 0

@@ -81,6 +81,8 @@ def table(rows: Iterable[Row]) -> str:
     for kind in FAULTS:
         found = [row for row in listed if row.fault == kind.name]
         lines.append(_line(f"{kind.name} | {_rule(kind)}", found))
+    if undisturbed := [row for row in listed if row.fault == "none"]:
+        lines.append(_line("none | The job runs until the first fault.", undisturbed))
     lines.append(_line("all | ", listed))
     return "\n".join(lines) + "\n"
 

@@ -33,7 +33,16 @@ from tests.chaos.faults import (
     Fault,
 )
 from tests.chaos.report import Row
-from tests.chaos.seen import ERROR_S, EXIT_S, THOROUGH_S, Seen, replicas_agree, resumed, stopped
+from tests.chaos.seen import (
+    ERROR_S,
+    EXIT_S,
+    THOROUGH_S,
+    Seen,
+    replicas_agree,
+    resumed,
+    stopped,
+    went_on,
+)
 
 HOSTS = 4
 TIMEOUT_S = 8
@@ -183,12 +192,10 @@ class Cluster:
         processes = self.processes()
         namespaces = set().union(*map(_namespaces, processes)) - _namespaces(os.getpid())
         self.lab.close()
-        disk.unmount(self.disk)
+        disk.unmount_all(self.folder)
         problems = [f"process {pid} outlives the lab" for pid in self.processes()]
         alive = set().union(*map(_namespaces, _pids()))
         problems += [f"namespace {name} outlives the lab" for name in sorted(namespaces & alive)]
-        if disk.is_mounted(self.disk):
-            problems.append(f"{self.disk} is still mounted")
         shutil.rmtree(self.folder)
         return problems
 
@@ -219,17 +226,26 @@ class Job:
         """Waits until ranks have ended, for as long as any rule allows."""
         seen, listed = self.seen, list(ranks)
         limit_s = seen.timeout_s + ERROR_S + seen.exit_s
-        seen.wait(lambda: all(seen.exit(rank) for rank in listed), limit_s)
+        if not seen.wait(lambda: all(seen.exit(rank) for rank in listed), limit_s):
+            self.ask_where()
 
     def wait_progress(self, more: int = 0) -> int:
         """Waits until all ranks have made some steps, or one has failed; returns the last step."""
         seen = self.seen
+        seen.wait(lambda: seen.failed or seen.latest >= 0, START_S)
         target = seen.latest + 6 + more
         limit_s = seen.timeout_s + ERROR_S
-        if seen.latest < 0 or self.config.codec == "auto":  # which measures, and compiles kernels
+        if self.config.codec == "auto":  # which measures, and compiles kernels
             limit_s += START_S
-        seen.wait(lambda: seen.failed or min(map(seen.step, seen.ranks)) >= target, limit_s)
+        if not seen.wait(lambda: seen.failed or min(map(seen.step, seen.ranks)) >= target, limit_s):
+            self.ask_where()
         return target
+
+    def ask_where(self) -> None:
+        """Lets all ranks write to their logs where their threads are."""
+        for rank in self.seen.ranks:
+            self.signal(rank, signal.SIGUSR1)
+        time.sleep(0.5)
 
     def wait_begun(self) -> list[str]:
         """Waits until all ranks train."""
@@ -250,11 +266,8 @@ class Job:
 
     def end(self) -> list[str]:
         """Kills what is left of the job; returns sentences about processes that stay."""
-        alive = [rank for rank in self.seen.ranks if self.seen.exit(rank) is None]
-        for number in (signal.SIGUSR1, signal.SIGKILL):
-            for rank in alive:
-                self.signal(rank, number)
-            time.sleep(0.2 if alive else 0)
+        for rank in self.seen.ranks:
+            self.signal(rank, signal.SIGKILL)
         self.wait_exits(self.seen.ranks)
         return self._cluster.left()
 
@@ -310,15 +323,20 @@ class Episode:
         self, job: Job, fault: Fault, place: int, draw: random.Random
     ) -> tuple[Row, list[str]]:
         """Injects one fault; returns its row, and how the job has broken rules."""
-        if fault.early:
-            time.sleep(draw.uniform(0, 2))
+        fault.at = job.now()
+        if fault.early:  # not before torch's own group is made, which is torch's to get right
+            job.seen.wait(lambda: len(job.seen.find("joined")) == job.seen.num_ranks, START_S)
+            time.sleep(draw.uniform(0, 1))
         else:
             problems = job.wait_begun() + resumed(job.seen, self._saved)
+            if not problems:
+                self._wait_for_moment(job, draw)
+                problems = went_on(job.seen, target=0)
             if problems:
+                job.ask_where()
                 row = self._row(job, fault, place)
-                row.fault, row.detail = "none", "the job did not begin"
+                row.fault, row.detail = "none", "before the next fault"
                 return row, problems
-            self._wait_for_moment(job, draw)
         step = job.seen.latest
         fault.strike(job)
         problems = fault.judge(job.seen) if fault.outcome != MISSED else []
@@ -378,7 +396,7 @@ class Episode:
     def _evidence(self, job: Job) -> dict[int, str]:
         """Returns the last words of each rank."""
         traces = {line["rank"]: line["trace"] for line in job.seen.find("trace")}
-        logs = {rank: self._cluster.log(rank).splitlines()[-40:] for rank in job.seen.ranks}
+        logs = {rank: self._cluster.log(rank).splitlines()[-120:] for rank in job.seen.ranks}
         return {rank: traces.get(rank, "") + "\n".join(log) for rank, log in logs.items()}
 
 
@@ -406,35 +424,48 @@ class Player(threading.Thread):
         self._is_enough, self._on_row = is_enough, on_row
         self.problems: list[str] = []
         self.error: BaseException | None = None
-        self.cluster: Cluster | None = None
+        self._cluster: Cluster | None = None
+        self._closing = threading.Lock()
+        self._is_interrupted = False
 
     def run(self) -> None:
+        """Plays."""
         try:
             self._run()
         except BaseException as error:
-            self.error = error
-            raise
+            if not self._is_interrupted:
+                self.error = error
+                raise
+
+    def interrupt(self) -> None:
+        """Ends the cluster under the episode that is being played; call it at the very end."""
+        self._is_interrupted = True
+        self._close()
 
     def _run(self) -> None:
         for number in itertools.count():
             episodes = list(itertools.islice(self._episodes, 1))
             if not episodes or self._is_enough():
                 return
-            self.cluster = Cluster(self._folder / f"{self.name}-{number}")
+            self._cluster = Cluster(self._folder / f"{self.name}-{number}")
             try:
-                self._play(itertools.chain(episodes, self._episodes))
+                self._play(self._cluster, itertools.chain(episodes, self._episodes))
             finally:
-                self.problems += self.cluster.close()
-                self.cluster = None
+                self._close()
 
-    def _play(self, episodes: Iterable[int]) -> None:
-        assert self.cluster is not None
+    def _play(self, cluster: Cluster, episodes: Iterable[int]) -> None:
         for episode in itertools.islice(episodes, EPISODES):
-            for row in Episode(self.cluster, self._seed, episode).play():
+            for row in Episode(cluster, self._seed, episode).play():
                 if row.outcome != MISSED:
                     self._on_row(row)
             if self._is_enough():
                 return
+
+    def _close(self) -> None:
+        with self._closing:
+            cluster, self._cluster = self._cluster, None
+            if cluster is not None:
+                self.problems += cluster.close()
 
 
 def _pids() -> list[int]:

@@ -165,9 +165,7 @@ def ended(seen: Seen, ranks: Iterable[int], since: float) -> list[str]:
     return problems
 
 
-def named(
-    seen: Seen, ranks: Iterable[int], allowed: Iterable[Collection[int]], kind: str = "PeerError"
-) -> list[str]:
+def named(seen: Seen, ranks: Iterable[int], allowed: Iterable[Collection[int]]) -> list[str]:
     """Each of these ranks failed with a `PeerError` that names one of the allowed sets of ranks."""
     problems = []
     wanted = [set(one) for one in allowed]
@@ -175,7 +173,7 @@ def named(
         error = seen.error(rank)
         if error is None:
             continue  # `ended` says so
-        if error.kind != kind:
+        if error.kind != "PeerError":
             problems.append(f"rank {rank} failed with {error.kind}: {error.text}")
         elif set(error.names) not in wanted:
             problems.append(f"rank {rank} names {list(error.names)}: {error.text}")

@@ -229,6 +229,12 @@ def test_a_damaged_header_is_refused_by_its_receiver():
     assert bad.judge(seen(refused[0], failure(1, [2]), refused[2])) == []
     assert bad.judge(seen(refused[0], failure(1, [1]), refused[2])) != []
     assert bad.judge(seen(failure(0, [2]), *refused[1:])) != []
+    passed_on = [failure(0, [1]), failure(1, kind="FrameError", names=[]), failure(2, [1])]
+    assert fault(BadHeader, receiver=0, is_ring=True).judge(seen(*passed_on)) == []
+    assert bad.judge(seen(*passed_on)) != []
+    cited = failure(0, [])
+    cited[0]["text"] = "the exchange is down since an earlier error (frame has check 0x1); restart."
+    assert bad.judge(seen(cited, *refused[1:])) == []
     assert bad.judge(seen(steps(0), steps(1), steps(2))) != []
 
 
