@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all mutants check bench docs clean
+.PHONY: help setup demo test test-all chaos mutants check bench docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -42,6 +42,15 @@ test: check  ## lint, types, and enough of every test to trust a change (10 minu
 test-all: $(STAMP)  ## what `make test` leaves out: the other cells of grids, long runs
 	$(PYTEST) $(PARALLEL) -m "full and not alone"
 	$(PYTEST) -m "full and alone" $(ALONE)
+	$(CHAOS)
+
+# Each seed is printed and can be given again; RECORD=1 writes the table of docs/chaos.md.
+MINUTES ?= 10
+CHAOS = $(BIN)/python -m tests.chaos --minutes $(MINUTES) \
+	$(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) $(if $(RECORD),--record)
+
+chaos: $(STAMP)  ## random faults on small jobs: MINUTES=120 SEED=1234 FAULTS=1000 RECORD=1
+	$(CHAOS)
 
 mutants: $(STAMP)  ## put known defects back one by one: `make test` must catch each
 	$(BIN)/python -m tests.mutants

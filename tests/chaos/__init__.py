@@ -1,0 +1,9 @@
+"""Random faults on the ranks of small training jobs: `make chaos`.
+
+    python -m tests.chaos --minutes 10                 a new seed, which is printed
+    python -m tests.chaos --seed 1234 --episode 7      one episode again
+
+`job.py` is what a rank runs, `faults.py` says for each fault what is done and what must hold
+afterwards, `seen.py` is what the ranks have told, `run.py` draws episodes from a seed and plays
+them, and `report.py` writes the table of docs/chaos.md.
+"""
