@@ -142,7 +142,8 @@ def steady(rank, num_ranks, steps, warm, numel):
             "tensors": tensors,
             "made": dict(made),
             "recipes": len(engine._recipes),
-            "jobs": sum(len(prepared.exchanges) for prepared in engine._recipes.values()),
+            "jobs": len(engine._idle)
+            + sum(p.exchange is not None for p in engine._recipes.values()),
             "threads": threading.active_count(),
         }
 
