@@ -31,7 +31,7 @@ def test_only_connections_are_watched(pair):
     assert connections(made) == {one.fileno(): inode(one), other.fileno(): inode(other)}
     assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-    connections(made, limits_sends=True)
+    connections(made, timeout_s=60.0)
     assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
     for end in ends:
         end.close()

@@ -280,7 +280,7 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None, se
     timeout_s = _timeout_s(group)
     backend = _backend(group, device)
     with in_the_store(rank):
-        store = _store(ranks, rank)
+        store = _store(ranks, rank, timeout_s)
     # Before anything that waits for all ranks without naming the one that is missing.
     joining = dist.distributed_c10d.PrefixStore("join", store)
     Agreement(joining, rank, len(ranks), timeout_s).agree(
@@ -315,7 +315,7 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None, se
     )
 
 
-def _store(ranks: tuple[int, ...], rank: int) -> Any:
+def _store(ranks: tuple[int, ...], rank: int, timeout_s: float) -> Any:
     """Returns a connection to the store, with a prefix of its own for each engine of some ranks."""
     import torch.distributed as dist
 
@@ -328,7 +328,7 @@ def _store(ranks: tuple[int, ...], rank: int) -> Any:
     # A clone, because the store itself holds the server on rank 0.
     with opened_sockets() as made:
         whole = found.clone()
-    connections(made, limits_sends=True)
+    connections(made, timeout_s=timeout_s)
     return dist.distributed_c10d.PrefixStore(f"hipress/{members}/{number}", whole)
 
 

@@ -143,7 +143,7 @@ class Engine:
         self.hosts = tuple(known[name] for name in names)
         with in_the_store(transport.rank), opened_sockets() as made:
             beating = store.clone() if hasattr(store, "clone") else store
-        connections(made, limits_sends=True)
+        connections(made, timeout_s=timeout_s)
         self._heartbeats = Heartbeats(
             beating,
             transport.rank,

@@ -206,13 +206,14 @@ def shut_down(sockets: Sockets) -> None:
                     one.shutdown(socket.SHUT_RDWR)
 
 
-def connections(sockets: Sockets, *, limits_sends: bool = False) -> Sockets:
+def connections(sockets: Sockets, *, timeout_s: float | None = None) -> Sockets:
     """Returns the TCP connections among some sockets, and lets the system probe idle ones.
 
     Args:
         sockets: Sockets of this process.
-        limits_sends: Also ends a connection whose peer has not taken what was sent within
-            `VANISHED_S`. A process that is frozen takes nothing, although its system answers.
+        timeout_s: Also ends a connection whose peer has not taken what was sent within this time,
+            or within `VANISHED_S` if that is shorter. A process that is frozen takes nothing,
+            although its system answers. If None, only connections without an answer end.
     """
     found = Sockets()
     for fd, inode in sockets.items():
@@ -222,8 +223,8 @@ def connections(sockets: Sockets, *, limits_sends: bool = False) -> Sockets:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(VANISHED_S) // 6)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, UNANSWERED)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if limits_sends:
-                limit_ms = int(1000 * VANISHED_S)
+            if timeout_s is not None:
+                limit_ms = int(1000 * min(VANISHED_S, timeout_s))
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             found[fd] = inode
     return found
