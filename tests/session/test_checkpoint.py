@@ -7,7 +7,7 @@ import pytest
 
 from hipress.lab import Lab
 from tests import scenarios
-from tests.grid import selected, thinned
+from tests.grid import full, selected, thinned
 from tests.scenarios import Told
 
 SCRIPT = Path(__file__).parents[1] / "torch" / "scripts" / "saved.py"
@@ -83,8 +83,9 @@ def told(request, tmp_path_factory):
               for name in ("resume_scaled", "late_start", "bad_loads", "resume_rates",
                            "other_scales", "detach_loaded")),
         ],
-        [{"id": "memory", "do": "memory", "ranks": 4, "folder": folder("memory")}],
     ]  # fmt: skip
+    if any(item.name.startswith("test_shards_need") for item in request.session.items):
+        stages.append([{"id": "memory", "do": "memory", "ranks": 4, "folder": folder("memory")}])
     with Lab(4, shaped=False) as lab:
         found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(560)
     return found
@@ -139,6 +140,7 @@ def test_a_run_goes_on_from_shards(told, case):
         assert found["steps"] == [9, 9] and found["straight"]
 
 
+@full
 def test_shards_need_little_memory(told):
     """Catches: state that is gathered, or copied as a whole, where a rank needs its own alone."""
     for found in told.results("memory", range(4)):

@@ -534,9 +534,14 @@ def dropped(rank, num_ranks):
     """Engines and threads of HiPress after each of some models is dropped, trained as before."""
 
     def alive():
-        gc.collect()
-        engines = sum(type(one) is Engine for one in gc.get_objects())
-        return engines, sum(one.name.startswith("hipress-") for one in threading.enumerate())
+        deadline = time.monotonic() + 10
+        while True:  # a thread that is about to end may still hold its engine
+            gc.collect()
+            engines = sum(type(one) is Engine for one in gc.get_objects())
+            threads = sum(one.name.startswith("hipress-") for one in threading.enumerate())
+            if not (engines or threads) or time.monotonic() > deadline:
+                return engines, threads
+            time.sleep(0.1)
 
     def hooked():
         ddp = wrap(mlp())
