@@ -171,3 +171,14 @@ def test_hosts_that_share_a_home_share_the_cache(cache):
     del sys.modules[f"hipress_kernels.{path.stem}"]
     assert warm(cache) == path
     assert path.stat().st_mtime_ns == written_ns
+
+
+def test_the_folder_of_numba_is_for_its_user_alone(cache):
+    """Catches: a cache that is refused from the second kernel on, where the umask is 002."""
+    source = "from numba import njit\n\n\n@njit(cache=True)\ndef one():\n    return 1\n"
+    before = os.umask(0o002)
+    try:
+        assert import_source(source, "first").one() == 1
+        assert import_source(source + "# another\n", "second").one() == 1
+    finally:
+        os.umask(before)

@@ -668,7 +668,8 @@ def test_ranks_that_read_no_clock_keep_no_times(told):
 def test_two_models_decide_for_themselves(told):
     """Catches: a plan that is refused for what the trial of another model costs."""
     found = one(told.results("pair", range(2)))
-    assert found["modes"] == ["compressed", "plain"], found["reasons"]
+    # The second may be at another trial by then: on a busy machine steps change their pace.
+    assert found["modes"][0] == "compressed" != found["modes"][1], found["reasons"]
 
 
 def test_a_model_with_gradients_that_no_codec_takes_is_planned_for(told):

@@ -251,3 +251,34 @@ def test_a_framework_that_still_holds_the_means_is_refused():
                 run.average({"a": torch.ones(SHAPE)})
             run.detach()  # from here on nothing takes momentum
         run.average({"a": torch.ones(SHAPE)})
+
+
+@pytest.mark.parametrize("codec", ["momentum(ef(onebit))", "dgc(ratio=0.1, clip=0.01)"])
+def test_what_is_owed_passes_no_momentum_and_no_clipping(codec):
+    """Catches: residuals of other ranks that arrive ten times, or cut off by the clipping."""
+    run = session.start({"a": torch.zeros(SHAPE)}, codec)
+    owed = torch.randn(SHAPE)
+    run.owed["a"] = owed.clone().view(-1)
+    first, second = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    run.average({"a": first})
+    run.average({"a": second})
+    assert torch.equal(first, owed) and not second.any()
+
+
+@pytest.mark.parametrize("nesterov", ["true", "false"])
+def test_means_that_were_thrown_away_do_not_grow(nesterov):
+    """Catches: momentum of momentum for a layer that no rank uses for some steps."""
+
+    class Unused(Loop):
+        def was_dropped(self, name, sent):
+            return self.is_unused
+
+    adapter = Unused()
+    codec = f"momentum(ef(onebit), mu={MU}, nesterov={nesterov})"
+    run = session.start({"a": torch.zeros(SHAPE)}, codec, adapter=adapter)
+    for step in range(30):
+        adapter.is_unused = 0 < step < 29
+        value = torch.ones(SHAPE) if step == 0 else torch.zeros(SHAPE)
+        run.average({"a": value})
+    # All that momentum makes of a gradient of 1 is 1 + 0.9 + 0.81 + ..., 10 at most.
+    assert 5 < value.mean() < 10

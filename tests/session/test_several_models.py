@@ -19,6 +19,10 @@ from hipress.session.timing import StepClock
 MEASURING_S = 3.0
 
 
+class Engine(SimpleNamespace):
+    """Stands for an engine; unlike its base it can be referred to weakly."""
+
+
 class Time:
     now = 0.0
 
@@ -42,7 +46,7 @@ class Model:
         self.is_closed = False
         plan = Plan(gradients={"w": Decision(codec="onebit")})
         candidate = SimpleNamespace(plan=plan, label="onebit", step_s=plan_s)
-        self.engine = SimpleNamespace(
+        self.engine = Engine(
             transport=SimpleNamespace(rank=0, num_ranks=2),
             device=SimpleNamespace(type="cpu"),
             agree=lambda what, facts, share=None: [share],

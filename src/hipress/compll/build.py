@@ -225,8 +225,9 @@ def import_source(source: str, stem: str) -> ModuleType:
     folder = settings.cache_dir() / "kernels"
     path = folder / f"{name}.py"
     try:
-        make_folder(folder.parent)
-        make_folder(folder)
+        # The last by us too: numba would make it with the mode that the umask leaves.
+        for one in (folder.parent, folder, folder / "__pycache__"):
+            make_folder(one)
         if problem := folder_problem(folder.parent):
             raise BackendError(problem)
         if not path.exists() or path.read_bytes() != content:

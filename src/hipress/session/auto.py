@@ -126,7 +126,8 @@ class Auto:
         if engine.transport.rank == 0:
             self._clock = StepClock(engine.device)
             self._stop_clock = session.adapter.observe(self._clock)
-            self._turn = Turn(TURNS, lambda: engine.is_closed)
+            alive = weakref.ref(engine)  # a model that is dropped does not keep its turn
+            self._turn = Turn(TURNS, lambda: (found := alive()) is None or found.is_closed)
             self._policy = Policy(self._limits, self._say, turn=self._turn)
             self._policy.first()
             self._say(

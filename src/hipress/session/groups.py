@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import os
 import threading
 import weakref
@@ -29,6 +30,8 @@ from hipress.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_log = logging.getLogger("hipress")
 
 _engines: dict[tuple[int, torch.device], Engine] = {}
 """Engines by the id of the group and the device, until the group is gone. Groups are not kept
@@ -269,7 +272,10 @@ def _close(key: tuple[int, torch.device]) -> None:
 @atexit.register
 def _close_all() -> None:
     for engine in list(_all):
-        engine.close()
+        try:
+            engine.close()
+        except Exception:  # the others must be closed too
+            _log.exception("an engine could not be closed")
 
 
 def _make(group: ProcessGroup, device: torch.device, options: Options | None, seed: int) -> Engine:

@@ -1,4 +1,4 @@
-"""What each rank must still add to its next gradients, so that nothing is lost."""
+"""What must still be added to the next gradients or means, so that nothing is lost."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import torch
 from hipress.casync.engine.engine import Engine
 from hipress.session import checkpoint
 from hipress.session.adapter import Adapter
-from hipress.session.buckets import Bucket
+from hipress.session.buckets import Bucket, has_momentum
 
 
 class Owed(dict[str, torch.Tensor]):
     """Tensors by gradient, the same on all ranks: each rank adds them to its next gradient.
+
+    A codec with momentum would apply that to what is owed, which contains it already, and one that
+    clips would cut it off. So what is owed to their gradients is added to the next mean instead.
 
     Something is owed after a checkpoint from another number of ranks was loaded, and after the
     framework threw away what was sent for a parameter that no rank used.
@@ -21,15 +24,33 @@ class Owed(dict[str, torch.Tensor]):
         super().__init__()
         self._sent: list[tuple[Bucket, torch.Tensor]] = []
 
-    def pay(self, bucket: Bucket, buffer: torch.Tensor) -> bool:
-        """Adds what is owed to the gradients of a bucket; returns whether anything was owed."""
+    def pay(
+        self, bucket: Bucket, buffer: torch.Tensor, *, compresses: bool
+    ) -> tuple[bool, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Adds what is owed to the gradients of a bucket.
+
+        Args:
+            bucket: What lies in the buffer.
+            buffer: Its elements.
+            compresses: Whether the codecs of the bucket are used in this step.
+
+        Returns:
+            Whether anything was owed, and pairs (part of the buffer, what to add to its mean).
+        """
         if not self:
-            return False
+            return False, []
+        later = []
         for group in bucket.groups:
+            waits = compresses and (has_momentum(group.codec) or group.codec.clip > 0)
             for name, (start, stop) in zip(group.names, group.spans, strict=True):
                 if (owed := self.pop(name, None)) is not None:
-                    buffer[start:stop].add_(owed.to(buffer.device))
-        return True
+                    part = buffer[start:stop]
+                    owed = owed.to(buffer.device)
+                    if waits:
+                        later.append((part, owed))
+                    else:
+                        part.add_(owed)
+        return True, later
 
     def flush(self, engine: Engine, bucket: Bucket, buffer: torch.Tensor) -> None:
         """Adds what the codecs of a bucket have not sent; then they hold momentum at most."""

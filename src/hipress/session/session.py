@@ -478,7 +478,7 @@ class Session:
         bucket = self.layout.bucket(index, tuple(names), buffer)
         if self._tracer is not None:
             self._tracer.on_bucket(index, [n for group in bucket.groups for n in group.names])
-        added = self.owed.pay(bucket, buffer)
+        added, later = self.owed.pay(bucket, buffer, compresses=mode.compresses)
         if mode is Mode.FLUSHING:
             self.owed.flush(self.engine, bucket, buffer)
         uses_engine = self._uses_engine(bucket)
@@ -504,7 +504,8 @@ class Session:
             )
             for group in bucket.groups
         ]
-        return joint(handles, buffer, partial(self._note_failure, buffer))
+        on_result = partial(_add_owed, later) if later else None
+        return joint(handles, buffer, partial(self._note_failure, buffer), on_result)
 
     def end_step(self) -> None:
         """Ends a step after the framework took the averages; raises what went wrong in it."""
@@ -658,6 +659,13 @@ def _check_warmup(rules: Rules, num_steps: int) -> None:
                 "momentum, such as onebit, or use the warm-up of dgc, e.g. "
                 f"dgc(warmup={num_steps})."
             )
+
+
+def _add_owed(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for mean, owed in pairs:
+        mean.add_(owed)
+        if owed.is_cuda:
+            owed.record_stream(torch.cuda.current_stream(owed.device))
 
 
 def _digest(plan: Plan) -> str:

@@ -107,20 +107,20 @@ def save(session: Session, folder: Path) -> None:
             rank, (reason, _) = next(iter(error.failures.items()))
             raise OSError(f"rank {rank}: {_line(reason)}") from error
 
+    def look() -> None:
+        if not (partial / METADATA).exists():
+            raise OSError("it is not there on this rank's host; give a folder that all hosts see")
+
     def rename() -> None:
         if is_first:
             replace(partial, folder)
-
-    def look() -> None:
-        if not (folder / METADATA).exists():
-            raise OSError("it is not there on this rank's host; give a folder that all hosts see")
 
     text = (
         f"the checkpoint cannot be written to {str(folder)!r}: {{reason}}; mend that and save "
         "again: the previous checkpoint is intact."
     )
     try:
-        for work in (clear, write, rename, look):
+        for work in (clear, write, look, rename):
             _jointly(session, work, text)
     except UsageError:
         if is_first:
@@ -401,7 +401,7 @@ def _jointly(session: Session, work: Callable[[], object], text: str) -> None:
         OSError, RuntimeError, ValueError, KeyError, TypeError, AssertionError, EOFError,
         pickle.UnpicklingError,
     ) as error:  # fmt: skip
-        problem = text.format(reason=_line(error))
+        problem = text.replace("{reason}", _line(error))
     with checkpoint.named(session):
         dist.barrier(group=session.process_group)  # may wait longer than an agreement
     told = session.engine.agree("the checkpoint", {}, share=problem)

@@ -89,6 +89,9 @@ class Clock(StepObserver):
     def restart(self):
         self.times.clear()
 
+    def resume(self):
+        pass
+
     def read(self, *, wait):
         found = list(self.times)
         self.times.clear()

@@ -214,7 +214,7 @@ class Engine:
             prepared.num_uses += 1
         exchange = self._exchange_for(prepared)
         if step is None:
-            step = sequence
+            step = use
             if named is not None:
                 step = self._steps.get(named, 0)
                 self._steps[named] = step + 1
@@ -279,7 +279,8 @@ class Engine:
         """Bytes of the buffers of named exchanges, and of idle unnamed ones, without the state of
         codecs."""
         with self._lock:
-            named = [one.exchange for one in self._recipes.values() if one.exchange is not None]
+            recipes = list(self._recipes.values())  # other threads may add some
+            named = [one.exchange for one in recipes if one.exchange is not None]
             return sum(exchange.num_bytes for exchange in (*named, *self._idle))
 
     def record(self) -> list[Event]:

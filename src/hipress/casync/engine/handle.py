@@ -38,14 +38,15 @@ class CallbackThreads:
         self._is_closed = False
 
     def put(self, call: Callable[[], None]) -> None:
-        """Runs a call on a thread that is not busy; after `close` on this one."""
+        """Runs a call on a thread that is not busy; on this one after `close`, or at exit."""
         with self._lock:
             is_closed = self._is_closed
             if not is_closed:
                 if self._num_idle:
                     self._num_idle -= 1
                 else:
-                    self._add_thread()
+                    is_closed = not self._add_thread()
+            if not is_closed:
                 self._calls.put(call)
         if is_closed:
             call()
@@ -63,10 +64,15 @@ class CallbackThreads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _add_thread(self) -> None:
+    def _add_thread(self) -> bool:
+        """Starts a thread; returns False while Python shuts down, which starts none any more."""
         thread = threading.Thread(target=self._run, name="hipress-futures", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
         self._threads.add(thread)
+        return True
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -155,6 +161,7 @@ def joint(
     handles: Sequence[Handle],
     value: Any,
     on_error: Callable[[BaseException], None] | None = None,
+    on_result: Callable[[], None] | None = None,
 ) -> torch.futures.Future[Any]:
     """Returns a future of torch that gives `value` when all of some synchronisations have ended.
 
@@ -165,6 +172,8 @@ def joint(
         value: The result of the future.
         on_error: Called with an error, after which the future still gives `value`; without it
             the future raises the error.
+        on_result: Called if all went well, just before the future gives `value`; on a GPU on the
+            stream that they end on.
     """
     stream = handles[0]._stream
     future: torch.futures.Future[Any] = torch.futures.Future(
@@ -187,6 +196,8 @@ def joint(
         if failure is not None and on_error is not None:
             on_error(failure)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
+            if failure is None and on_result is not None:
+                on_result()
             future.set_result(value)
 
     for handle in handles:

@@ -44,6 +44,8 @@ class Scratch(threading.local):
 
 
 scratch = Scratch()
+CLIP_NUMEL = 2**20
+"""Elements of 16 bits that are widened at a time."""
 _NOTHING = torch.empty(0)
 
 
@@ -56,12 +58,23 @@ def clip_norm(flat: torch.Tensor, limit: float) -> None:
         return
     norm_of = torch.linalg.vector_norm
     # From about 1e19 on squares overflow float32; those of 2^-80 times the elements do not.
-    down = torch.where(norm_of(flat, ord=torch.inf).float() > 1e15, 2.0**-80, 1.0)
-    wide = flat if flat.dtype is torch.float32 else scratch.take(flat.numel(), flat.device)
-    torch.mul(flat, down, out=wide)
-    norm = norm_of(wide)
+    largest = norm_of(flat, ord=torch.inf).float()
+    down = torch.where((largest > 1e15) & largest.isfinite(), 2.0**-80, 1.0)
+    # 16-bit elements are widened in parts.
+    parts = (flat,) if flat.dtype is torch.float32 else torch.split(flat, CLIP_NUMEL)
+    norm = norm_of(torch.stack([norm_of(_scaled(part, down)) for part in parts]))
     clips = norm.isfinite() & (norm > limit * down)
-    torch.mul(wide, torch.where(clips, limit / norm, 1.0 / down), out=flat)
+    factor = torch.where(clips, limit / norm, 1.0 / down)
+    for part in parts:
+        wide = part if flat.dtype is torch.float32 else _scaled(part, down)
+        torch.mul(wide, factor, out=part)
+
+
+def _scaled(part: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Returns a part times a factor: in place if it is float32, else in memory of our own."""
+    is_wide = part.dtype is torch.float32
+    wide = part if is_wide else scratch.take(part.numel(), part.device)
+    return torch.mul(part, factor, out=wide)
 
 
 class Buffer:

@@ -75,6 +75,8 @@ class Heartbeats:
         self._on_failure = on_failure
         self._count = 0
         self._has_failed = False
+        self._says_bye = False
+        """Whether the thread of the heartbeat says goodbye itself when it ends."""
         self._closed = threading.Event()
         self._lock = threading.Lock()  # the store's connection serves one at a time
         self._thread = threading.Thread(target=self._run, name="hipress-heartbeat", daemon=True)
@@ -92,17 +94,21 @@ class Heartbeats:
         self._closed.set()
         if self._num_ranks > 1:
             if self._thread is threading.current_thread():  # it dropped the last reference
+                self._says_bye = True
                 return
             self._thread.join(MISSED_BEATS * self._beat_s)
             if self._thread.is_alive():
                 return  # it is stuck in the store, and so would this call be
-            if self._has_failed:
-                return
-            try:
-                with self._connection():
-                    self._store.set(_key(self._rank), _BYE)
-            except RuntimeError as error:
-                _log.debug("the store does not answer: %s", error)
+            self._say_bye()
+
+    def _say_bye(self) -> None:
+        if self._has_failed:
+            return
+        try:
+            with self._connection():
+                self._store.set(_key(self._rank), _BYE)
+        except RuntimeError as error:
+            _log.debug("the store does not answer: %s", error)
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns the error that callers get for one of a thread; tells the other ranks.
@@ -150,6 +156,8 @@ class Heartbeats:
                 self._has_failed = True
                 self._on_failure(error)
                 return
+        if self._says_bye:
+            self._say_bye()
 
     def _find_dead(self) -> dict[str, Any] | None:
         """Reports ranks that have died: silent for a few beats, and their connections are lost.
