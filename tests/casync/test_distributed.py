@@ -29,7 +29,7 @@ KILL_S = 10
 """Until a killed rank must be named, with the default timeout."""
 LOST_S = 6
 """HIPRESS_TIMEOUT where a rank is cut off or frozen."""
-VANISHED_S = 45
+VANISHED_S = 60
 """Until a host that vanished must be named, with the default timeout."""
 LATE_S = 10
 """How much longer than the timeout an error may take."""
