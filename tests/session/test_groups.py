@@ -107,6 +107,26 @@ def test_a_process_that_stays_meets_one_that_was_started_anew(monkeypatch):
     assert found == ["rank 0: 0.5"] * 2 + ["rank 1: 0.5"] * 2
 
 
+DIES = """
+def live(rank):
+    dist.init_process_group("gloo")
+    if rank == 1:
+        dist.ProcessGroupGloo = lambda *args: os._exit(0)
+    try:
+        exchange(rank)
+    except hipress.errors.PeerError as error:
+        print(error.ranks, flush=True)
+        os._exit(0)  # torch's own group waits for the other rank
+"""
+
+
+@full
+def test_a_rank_that_dies_before_it_has_connected_is_named(monkeypatch):
+    """Catches: a wait of minutes for its address, and an error that blames the store."""
+    monkeypatch.setenv("HIPRESS_TIMEOUT", "4")
+    assert run(DIES, (0,), (1,)) == ["(1,)"]
+
+
 def hipress_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hipress-")]
 

@@ -25,13 +25,18 @@ from hipress.casync.ranks.agreement import Agreement
 from hipress.casync.ranks.lost_store import in_the_store, lost_store
 from hipress.codecs.base import Codec
 from hipress.environment import LOOPBACK, RankEnvironment, bind_loopback, read_environment
-from hipress.errors import UsageError
+from hipress.errors import PeerError, UsageError
 from hipress.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("hipress")
+
+CONNECT_S = 60.0
+"""How long ranks that have met may take to connect with each other."""
+LOST_S = 5.0
+"""How long the others are waited for after that, to name those that are gone."""
 
 _engines: dict[tuple[int, torch.device], Engine] = {}
 """Engines by the id of the group and the device, until the group is gone. Groups are not kept
@@ -309,7 +314,15 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None, se
                 use_local_synchronization=True,
                 group_desc="hipress",
             )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except dist.DistStoreError as error:  # a time limit of the store
+        # Those that are still there name the others.
+        lost = Agreement(dist.distributed_c10d.PrefixStore("lost", store), rank, len(ranks), LOST_S)
+        lost.agree("connect with the other ranks", {})
+        raise PeerError(
+            f"the ranks could not connect within {min(timeout_s, CONNECT_S):g} s, though all of "
+            "them are alive; look at the network between their hosts."
+        ) from error
+    except dist.DistNetworkError as error:
         raise lost_store(rank, error) from error
     return Engine(
         GroupTransport(own, backend, made),
@@ -335,6 +348,8 @@ def _store(ranks: tuple[int, ...], rank: int, timeout_s: float) -> Any:
     with opened_sockets() as made:
         whole = found.clone()
     connections(made, timeout_s=timeout_s)
+    # gloo waits in the store for the addresses of ranks that were there a moment ago.
+    whole.set_timeout(timedelta(seconds=min(timeout_s, CONNECT_S)))
     return dist.distributed_c10d.PrefixStore(f"hipress/{members}/{number}", whole)
 
 
