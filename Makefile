@@ -42,10 +42,10 @@ test: check  ## lint, types, and enough of every test to trust a change (10 minu
 test-all: $(STAMP)  ## what `make test` leaves out: the other cells of grids, long runs
 	$(PYTEST) $(PARALLEL) -m "full and not alone"
 	$(PYTEST) -m "full and alone" $(ALONE)
-	$(MAKE) chaos SEED=$(or $(SEED),238030)
+	$(MAKE) chaos SEED=$(or $(SEED),238030) FAULTS=$(or $(FAULTS),300)
 
 # Each seed is printed and can be given again; RECORD=1 writes the table of docs/chaos.md. `make
-# test-all` plays the same faults every time, `make chaos` new ones.
+# test-all` plays the same 300 faults every time, `make chaos` new ones.
 MINUTES ?= 10
 CHAOS = $(BIN)/python -m tests.chaos --minutes $(MINUTES) \
 	$(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) $(if $(RECORD),--record)
