@@ -58,7 +58,7 @@ FULL = Plan(
 
 
 def test_a_plan_is_what_was_written(write, tmp_path):
-    """Catches: a plan that can not be read back."""
+    """Catches: a plan that cannot be read back."""
     assert Plan.load(write(FULL.model_dump_json().encode())) == FULL
     assert Plan.load(str(write(FULL.model_dump()))) == FULL
     FULL.save(tmp_path / "saved.json")

@@ -23,7 +23,7 @@ class Row:
     seed: int
     episode: int
     place: int
-    """Of the fault in its episode."""
+    """The place of the fault in its episode."""
     fault: str
     victim: int
     """The rank that was hit."""

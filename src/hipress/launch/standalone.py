@@ -23,7 +23,7 @@ from hipress.environment import LOOPBACK, bind_loopback
 NAME = "hipress"
 """What torchrun knows this rendezvous by (`--rdzv-backend`)."""
 _TIMEOUT_S = 600
-"""Of torchrun's own requests, as with its static rendezvous."""
+"""Time limit of torchrun's requests to the store, the same as in its static rendezvous."""
 
 
 class LoopbackRendezvous(RendezvousHandler):
