@@ -116,6 +116,24 @@ def test_a_rank_that_has_died_is_named_long_before_the_timeout(ward, quick):
         assert "rank 2 is gone: connections are closed and heartbeats have stopped" in str(error)
 
 
+@pytest.mark.parametrize("silent", [0, 2])
+def test_rank_0_keeps_the_store_until_all_know_who_failed(ward, quick, silent):
+    """Catches: rank 0 leaves first, and a slower rank blames it for the store that is gone."""
+    watched = ward(4, 1800.0)
+    for rank in (1, 2, 3):
+        watched.ranks[rank]._beat_s = 0.4  # slower than rank 0
+    time.sleep(0.3)
+    if silent:
+        watched.silence(silent)
+        watched.num_lost = 1
+        watched.wait([0], 5.0)
+    else:
+        watched.ranks[0].explain(ValueError("out of paper"))
+    watched.ranks[0].close()
+    assert {1, 3} <= set(watched.errors)
+    assert {watched.errors[rank].ranks for rank in (1, 3)} == {(silent,)}
+
+
 def test_a_silent_rank_with_its_connections_is_waited_for(ward, quick):
     """Catches: a rank that is frozen or holds the GIL for a while and is taken for dead."""
     watched = ward(3, 1800.0)

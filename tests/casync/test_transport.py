@@ -1,12 +1,20 @@
-"""The connections of a process: which of them are lost."""
+"""The connections of a process: which of them are lost, and what a frozen peer does to them."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore
 
 from hipress.casync.engine import transport
 from hipress.casync.engine.transport import connections, is_lost, opened_sockets
+from hipress.casync.ranks.agreement import Agreement
+from hipress.errors import PeerError
 
 
 @pytest.fixture
@@ -75,3 +83,32 @@ def test_sockets_of_a_block_are_found():
         new = socket.socket()
     assert made == {new.fileno(): inode(new)}
     new.close()
+
+
+HOLD = """
+import time
+from datetime import timedelta
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_freezes_with_the_store_is_named_in_time():
+    """Catches: a wait without end for the answer of rank 0, which is stopped."""
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True) as rank_0:
+        try:
+            port = int(rank_0.stdout.readline())
+            with opened_sockets() as made:
+                store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30))
+            connections(made, timeout_s=2.0)
+            agreement = Agreement(store, 1, 2, timeout_s=2.0)
+            rank_0.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(PeerError, match="rank 1 does not reach the store") as found:
+                agreement.agree("tea", {})
+            assert found.value.ranks == (0,)
+            assert time.monotonic() - began < 6
+        finally:
+            rank_0.kill()

@@ -39,7 +39,7 @@ from tests.scenarios import Told
 SCRIPT = Path(__file__).parents[1] / "torch" / "scripts" / "auto.py"
 ROUNDING = 1e-6
 """Of sums of some gradients in float32, against their largest element; it was 1e-7."""
-TIMEOUT_S = 5
+TIMEOUT_S = 15
 TOPK = "topk(ratio=0.05)"
 LATER = 32
 """The step at which something changes."""
@@ -745,7 +745,7 @@ def test_a_rank_that_fails_while_it_measures_is_named_soon(told):
         kind, text, ranks, at = told.error("breaks", rank)
         assert (kind, ranks) == ("PeerError", [2]), text
         assert "rank 2 failed: no such kernel" in text
-        assert at - failed < 6
+        assert at - failed < 15
 
 
 @pytest.mark.parametrize("given", ["strategy", "plan"])

@@ -123,7 +123,7 @@ def live(rank):
 @full
 def test_a_rank_that_dies_before_it_has_connected_is_named(monkeypatch):
     """Catches: a wait of minutes for its address, and an error that blames the store."""
-    monkeypatch.setenv("HIPRESS_TIMEOUT", "4")
+    monkeypatch.setenv("HIPRESS_TIMEOUT", "10")
     assert run(DIES, (0,), (1,)) == ["(1,)"]
 
 

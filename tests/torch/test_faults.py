@@ -125,7 +125,7 @@ def harm(lab, folder):
     job = scenarios.start(lab, SCRIPTS / "faults.py", told, *stages)
     try:
         for id, do, undo in ((FROZEN, lab.pause, lab.resume), (CUT_OFF, lab.cut, lab.heal)):
-            told.wait_for("ready", 4, 50, id=id)
+            told.wait_for("ready", 4, 150, id=id)
             found.since[id] = time.monotonic()
             do(2)
             try:
@@ -133,7 +133,7 @@ def harm(lab, folder):
             finally:
                 undo(2)
         for id in HARMED:
-            told.wait_for("harmed", 1, 50, id=id)
+            told.wait_for("harmed", 1, 150, id=id)
             found.since[id] = told.find("harmed", id=id)[0]
         found.wait_for_exits(HARMED, OTHERS)
         return found

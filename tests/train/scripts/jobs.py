@@ -90,7 +90,7 @@ def slow_disk(rank, num_ranks, **options):
     real = checkpoints.write
 
     def slowly(folder, state):
-        time.sleep(7)
+        time.sleep(18)
         real(folder, state)
 
     checkpoints.write = slowly

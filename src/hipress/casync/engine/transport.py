@@ -213,7 +213,8 @@ def connections(sockets: Sockets, *, timeout_s: float | None = None) -> Sockets:
         sockets: Sockets of this process.
         timeout_s: Also ends a connection whose peer has not taken what was sent within this time,
             or within `VANISHED_S` if that is shorter. A process that is frozen takes nothing,
-            although its system answers. If None, only connections without an answer end.
+            although its system answers; a read that waits for its answer fails after this time.
+            If None, only connections without an answer end.
     """
     found = Sockets()
     for fd, inode in sockets.items():
@@ -226,6 +227,8 @@ def connections(sockets: Sockets, *, timeout_s: float | None = None) -> Sockets:
             if timeout_s is not None:
                 limit_ms = int(1000 * min(VANISHED_S, timeout_s))
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+                seconds = struct.pack("@ll", *divmod(int(1e6 * timeout_s), 1_000_000))
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
             found[fd] = inode
     return found
 

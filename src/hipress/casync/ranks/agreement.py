@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hipress.casync.ranks.heartbeats import has_left
-from hipress.casync.ranks.lost_store import in_the_store
+from hipress.casync.ranks.lost_store import in_the_store, is_connection_lost
 from hipress.errors import AgreementError, PeerError
 
 if TYPE_CHECKING:
@@ -268,7 +268,9 @@ class Agreement:
             try:
                 self._store.wait(list(keys.values()), timedelta(seconds=min(left_s, LOOK_S)))
                 return []
-            except RuntimeError:
+            except RuntimeError as error:
+                if is_connection_lost(error):
+                    raise
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 left = [rank for rank in missing if has_left(self._store, rank)]
                 # One that has left may have written its key just before.

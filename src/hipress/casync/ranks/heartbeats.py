@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from hipress.casync.engine.transport import LinkError
@@ -75,6 +75,8 @@ class Heartbeats:
         self._on_failure = on_failure
         self._count = 0
         self._has_failed = False
+        self._num_informed = 0
+        """Number of ranks that must learn of the failure before the store may end; 0 before."""
         self._says_bye = False
         """Whether the thread of the heartbeat says goodbye itself when it ends."""
         self._closed = threading.Event()
@@ -88,6 +90,7 @@ class Heartbeats:
         """Stops the heartbeat and tells the others that this was intended.
 
         After a failure it does not: the others would take this rank for the one that has gone.
+        Rank 0 waits a few beats instead, until they have read what has failed.
         """
         if self._closed.is_set():
             return
@@ -99,11 +102,24 @@ class Heartbeats:
             self._thread.join(MISSED_BEATS * self._beat_s)
             if self._thread.is_alive():
                 return  # it is stuck in the store, and so would this call be
-            self._say_bye()
+            if self._has_failed:
+                self._wait_until_known()
+            else:
+                self._say_bye()
+
+    def _wait_until_known(self) -> None:
+        """Keeps the store, which ends with rank 0, until the other ranks have read the failure."""
+        deadline = time.monotonic() + MISSED_BEATS * self._beat_s
+        try:
+            while self._rank == 0 and time.monotonic() < deadline:
+                with self._connection():
+                    if self._store.add("informed", 0) >= self._num_informed:
+                        return
+                time.sleep(0.02)
+        except RuntimeError as error:
+            _log.debug("the store does not answer: %s", error)
 
     def _say_bye(self) -> None:
-        if self._has_failed:
-            return
         try:
             with self._connection():
                 self._store.set(_key(self._rank), _BYE)
@@ -118,13 +134,23 @@ class Heartbeats:
         """
         self._has_failed = True
         if not isinstance(error, LinkError | PeerError):
-            self._report(f"rank {self._rank} failed: {first_line(error)}", [self._rank])
+            text = f"rank {self._rank} failed: {first_line(error)}"
+            self._error_of(self._report(text, [self._rank]))
             return error
         try:
             found = self._recorded_failure() or self._find_silent(error)
         except RuntimeError:
             return lost_store(self._rank, error)
-        return PeerError(found["text"], ranks=tuple(found["ranks"]))
+        return self._error_of(found)
+
+    def _error_of(self, failure: dict[str, Any]) -> PeerError:
+        """Returns the error for a recorded failure; tells rank 0 that this rank knows of it."""
+        with suppress(RuntimeError), self._connection():
+            if not self._num_informed:
+                informed = {*range(self._num_ranks)} - {*failure["ranks"]} | {self._rank}
+                self._num_informed = len(informed)
+                self._store.add("informed", 1)
+        return PeerError(failure["text"], ranks=tuple(failure["ranks"]))
 
     def _run(self) -> None:
         watched = (self._rank + 1) % self._num_ranks
@@ -135,6 +161,7 @@ class Heartbeats:
             silence_s = min(silence_s, SILENCE_S)
         while not self._closed.wait(self._beat_s):
             error: PeerError | None = None
+            asked = time.monotonic()
             try:
                 self._beat()
                 found = self._recorded_failure() or self._find_dead()
@@ -147,16 +174,16 @@ class Heartbeats:
                         found = self._report(f"{text}: it is gone or frozen.", [watched])
                 lost_since = None
                 if found is not None:
-                    error = PeerError(found["text"], ranks=tuple(found["ranks"]))
-            except RuntimeError as problem:  # a store that is frozen or busy raises none
-                lost_since = lost_since or time.monotonic()
+                    error = self._error_of(found)
+            except RuntimeError as problem:  # a store that is frozen raises after the timeout
+                lost_since = lost_since or asked
                 if time.monotonic() - lost_since >= MISSED_BEATS * self._beat_s:
                     error = lost_store(self._rank, problem)
             if error is not None and not self._closed.is_set():
                 self._has_failed = True
                 self._on_failure(error)
                 return
-        if self._says_bye:
+        if self._says_bye and not self._has_failed:
             self._say_bye()
 
     def _find_dead(self) -> dict[str, Any] | None:

@@ -33,6 +33,13 @@ def lost_store(rank: int, error: BaseException) -> PeerError:
     )
 
 
+def is_connection_lost(error: BaseException) -> bool:
+    """Returns whether an error of the store came from its connection, which is unusable then."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistNetworkError)
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first sentence of an error, without the location in torch's sources."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
