@@ -526,8 +526,6 @@ class Session:
         if self.step > self.settings.warmup_steps:
             if self.auto is None or self.auto.has_taken_state:
                 self.loaded = None
-            # A plan of `auto` that comes later takes over momentum.
-            if self.auto is None or self.mode.is_leaving or self.mode.current.compresses:
                 self.engine.states.drop_preloaded()
         if self._tracer is not None:
             self._tracer.on_step_end()

@@ -159,7 +159,7 @@ def shards(session: Session) -> dict[str, torch.Tensor]:
     found = {FACTS: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     found |= {f"owed/{name}": owed for name, owed in session.owed.items()}
     rank = engine.transport.rank
-    for gradient in session.gradients.values():
+    for gradient in filter(lambda one: one.is_compressed, session.gradients.values()):
         for key, state in _held(engine, gradient):
             for name, value in state.items():
                 if name not in (*RANDOM_KEYS, WEIGHT):
@@ -182,7 +182,7 @@ def _facts(session: Session) -> dict[str, Any]:
         "gradients": {
             gradient.name: _described(gradient)
             for gradient in session.gradients.values()
-            if gradient.is_compressed or engine.states.has_preloaded(gradient.name)
+            if gradient.is_compressed
         },
         "owed": {name: owed.numel() for name, owed in session.owed.items()},
     }
@@ -208,8 +208,6 @@ def _held(engine: Engine, gradient: Gradient) -> Iterator[tuple[Key, State]]:
 def _keys(engine: Engine, gradient: Gradient) -> list[Key]:
     """Returns the partitions that this rank encodes, in each role."""
     name, placements = gradient.name, gradient.placements
-    if not gradient.is_compressed:  # momentum that waits for a plan
-        return [Key(name, 0, gradient.numel, Kind.FRAME, 1)]
     codec, hosts = gradient.choice.codec, engine.hosts
     cluster = strategies.Cluster(hosts=hosts, codes_local=codes_local(codec, len(hosts)))
     build = strategies.get(gradient.choice.strategy).build
@@ -269,6 +267,8 @@ def load(session: Session, folder: Path, entry: str) -> None:
     engine.states.clear()
     for key, state in loaded.parts.items():
         engine.states.restore(key, state)
+    keys = {key for held in loaded.momentum.values() for key in held}
+    checkpoint.warn_of_lost_momentum(session, keys)
     for name, held in loaded.momentum.items():
         checkpoint.give_momentum(engine, name, held)
 
