@@ -163,6 +163,17 @@ def test_a_store_that_is_gone_is_blamed_on_its_holder(call, rank):
     assert "is gone ([c10d] recv, Connection reset by peer); look" in str(found.value)
 
 
+def test_a_store_that_ended_after_a_failure_is_not_blamed():
+    """Catches: rank 0, which has left because rank 2 failed, named in its place."""
+
+    def check():
+        raise PeerError("rank 2 is gone", ranks=(2,))
+
+    with pytest.raises(PeerError) as found:
+        Agreement(Gone(), 1, 3, timeout_s=60, check=check).agree("tea", {})
+    assert found.value.ranks == (2,)
+
+
 @pytest.mark.parametrize("left", [0, 2])
 def test_a_rank_that_has_left_is_not_waited_for(left):
     """Catches: a wait of half an hour for a rank that has ended with an error of its own."""

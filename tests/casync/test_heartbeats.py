@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from hipress.casync.engine.transport import LinkError
 from hipress.casync.ranks import heartbeats
@@ -132,6 +132,20 @@ def test_rank_0_keeps_the_store_until_all_know_who_failed(ward, quick, silent):
     watched.ranks[0].close()
     assert {1, 3} <= set(watched.errors)
     assert {watched.errors[rank].ranks for rank in (1, 3)} == {(silent,)}
+
+
+def test_what_one_thread_knows_another_does_not_ask_for(ward, quick, monkeypatch):
+    """Catches: rank 0 has left since the heartbeat knew, and the thread of an exchange blames it."""
+    watched = ward(3, 1800.0)
+    watched.silence(1)
+    watched.num_lost = 1
+    watched.wait([2], 5.0)
+
+    def gone(*_):
+        raise DistNetworkError("connection reset")
+
+    monkeypatch.setattr(watched.ranks[2], "_recorded_failure", gone)
+    assert watched.ranks[2].explain(LinkError("closed by rank 0")).ranks == (1,)
 
 
 def test_a_silent_rank_with_its_connections_is_waited_for(ward, quick):

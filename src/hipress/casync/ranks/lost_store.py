@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hipress.errors import HipressError, PeerError
 
 
 @contextmanager
-def in_the_store(rank: int) -> Iterator[None]:
+def in_the_store(rank: int, check: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Turns torch's error of a store that is gone into a PeerError that names its holder.
 
     Args:
         rank: The rank that uses the store.
+        check: Raises if another rank is known to have failed: rank 0 has left because of that.
     """
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, HipressError):
             raise
+        check()
         raise lost_store(rank, error) from error
 
 
