@@ -135,7 +135,7 @@ def test_rank_0_keeps_the_store_until_all_know_who_failed(ward, quick, silent):
 
 
 def test_what_one_thread_knows_another_does_not_ask_for(ward, quick, monkeypatch):
-    """Catches: an exchange that blames rank 0, which has left since the heartbeat knew the reason."""
+    """Catches: an exchange that blames rank 0, which has left since the heartbeat knew more."""
     watched = ward(3, 1800.0)
     watched.silence(1)
     watched.num_lost = 1
