@@ -249,7 +249,7 @@ def test_a_store_that_is_gone_is_blamed_on_rank_0(monkeypatch):
     store.is_gone = True
     found = health.explain(LinkError("Connection reset"))
     assert isinstance(found, PeerError) and found.ranks == (0,)
-    assert "rank 0, or the process that holds the store, is gone (Connection reset)" in str(found)
+    assert "is gone or frozen, or the link of rank 1 is down (Connection reset)" in str(found)
     deadline = time.monotonic() + 5
     while not told and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,6 +1,7 @@
 """Checkpoints in shards, also loaded by `auto`: one rank, whose mean is what it gave."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -169,6 +170,56 @@ def test_a_session_that_is_not_enabled_says_so(tmp_path, caplog):
         run.save(tmp_path / "sync")
         run.load(tmp_path / "sync")
     assert "nothing is saved" in caplog.text and "are ignored" in caplog.text
+
+
+def foreign_file(folder):
+    folder.mkdir()
+    (folder / "model.pt").write_text("mine")
+    return folder / "model.pt"
+
+
+def foreign_old(folder):
+    return foreign_file(folder.with_name("sync.old"))
+
+
+def file_in_the_way(folder):
+    folder.write_text("mine")
+    return folder
+
+
+def other_checkpoint(folder):
+    dcp.save({"model": torch.ones(3)}, checkpoint_id=folder)
+    return folder / ".metadata"
+
+
+FOREIGN = {
+    foreign_file: "'model.pt', which sync.save has not written and would delete; give a folder of",
+    foreign_old: "sync.old' holds 'model.pt', which sync.save has not written",
+    file_in_the_way: "sync' is a file and would be replaced; give a folder of its own",
+    other_checkpoint: "holds a checkpoint with 'model', which sync.save has not written",
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN, ids=lambda make: make.__name__)
+def test_nothing_that_belongs_to_others_is_deleted(tmp_path, make):
+    """Catches: a model that was saved in the same folder, gone with the next `sync.save`."""
+    run, _ = stepped()
+    mine = make(tmp_path / "sync")
+    with pytest.raises(UsageError, match=re.escape(FOREIGN[make])):
+        run.save(tmp_path / "sync")
+    assert mine.exists()
+    run.save(tmp_path / "other")
+    run.save(tmp_path / "other")  # its own is replaced
+
+
+def test_statistics_count_the_steps_of_this_run(tmp_path):
+    """Catches: bytes of a few steps over the steps of the whole training."""
+    run, _ = stepped()
+    run.save(tmp_path / "sync")
+    other = start("onebit")
+    other.load(tmp_path / "sync")
+    averaged(other, gradient(3))
+    assert (other.step, other.stats().num_steps) == (4, 1)
 
 
 def test_keys_are_read_as_they_were_written():

@@ -131,22 +131,34 @@ def _without_plan(session: Session, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(session: Session, state: dict[str, Any]) -> None:
-    """Loads a checkpoint, or raises and changes nothing."""
-    _check(state)
+    """Loads a checkpoint, or raises on all ranks and changes nothing."""
     if session.mode.current is Mode.DETACHED:
+        _check(state)
         _log.warning(
             "the residuals of the checkpoint are ignored: the exchange is %s.",
             "detached" if session.enabled else "not enabled",
         )
         return
-    for name, facts in state["gradients"].items() if session.gradients else ():
-        _check_fit(session, state, name, facts)
-    owed = _owed(session, state)
+    problem: UsageError | None = None
+    owed: dict[str, torch.Tensor] = {}
+    try:
+        _check(state)
+        for name, facts in state["gradients"].items() if session.gradients else ():
+            _check_fit(session, state, name, facts)
+        owed = _owed(session, state)
+    except UsageError as error:
+        problem = error
     if session.is_open:
         session.engine.wait_idle()
-        session.engine.agree(
-            "load_state_dict", {"step": state["step"], "world_size": state["world_size"]}
-        )
+        told = session.engine.agree("load_state_dict", {}, share=problem and str(problem))
+        for rank, other in enumerate(told):
+            if other is not None and problem is None:
+                problem = UsageError(f"rank {rank}: {other}")
+    if problem is not None:
+        raise problem
+    if session.is_open:
+        facts = {"step": state["step"], "world_size": state["world_size"]}
+        session.engine.agree("load_state_dict", facts)
     warn_of_lost_momentum(session, (key for mean in state["mean"].values() for key in mean))
     session.step, session.scale = int(state["step"]), state["scale"]
     session.rates = {}

@@ -95,6 +95,8 @@ def save(session: Session, folder: Path) -> None:
 
     def clear() -> None:
         if is_first:
+            for path in (folder, _old(folder), partial):
+                _refuse_foreign(path)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
@@ -126,6 +128,29 @@ def save(session: Session, folder: Path) -> None:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raises if anything would be deleted with a path that `save` has not written."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise OSError(f"{str(path)!r} is a file and would be replaced; give a folder of its own")
+    for one in sorted(path.iterdir()):
+        if one.suffix != ".distcp" and not one.name.startswith(METADATA):
+            raise OSError(
+                f"{str(path)!r} holds {one.name!r}, which sync.save has not written and would "
+                f"delete; give a folder of its own, such as {str(path / 'sync')!r}"
+            )
+    if (path / METADATA).exists():
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        for key in FileSystemReader(path).read_metadata().state_dict_metadata:
+            if key != FACTS and not key.startswith(("rank", "owed/")):
+                raise OSError(
+                    f"{str(path)!r} holds a checkpoint with {key!r}, which sync.save has not "
+                    "written and would delete; give a folder of its own"
+                )
 
 
 def replace(new: Path, folder: Path) -> None:

@@ -175,7 +175,8 @@ class Heartbeats:
                         last, since = seen, time.monotonic()
                     elif time.monotonic() - since > silence_s:
                         text = f"rank {watched} has given no sign of life for {silence_s:g} s"
-                        found = self._report(f"{text}: it is gone or frozen.", [watched])
+                        text = f"{text}: it is gone or frozen; look at the output there."
+                        found = self._report(text, [watched])
                 lost_since = None
                 if found is not None:
                     error = self._error_of(found)

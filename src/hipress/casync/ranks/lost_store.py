@@ -29,8 +29,9 @@ def in_the_store(rank: int, check: Callable[[], None] = lambda: None) -> Iterato
 def lost_store(rank: int, error: BaseException) -> PeerError:
     """Returns the error to raise where a rank does not reach the store."""
     return PeerError(
-        f"rank {rank} does not reach the store: its own link is down, or rank 0, or the process "
-        f"that holds the store, is gone ({first_line(error)}); look at the output there.",
+        f"rank {rank} does not reach the store: rank 0, or the process that holds the store, is "
+        f"gone or frozen, or the link of rank {rank} is down ({first_line(error)}); look at the "
+        "output of rank 0.",
         ranks=(0,) if rank else (),
     )
 
