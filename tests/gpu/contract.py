@@ -787,6 +787,14 @@ OWN = {
         int s = reduce(map(g, [&](float x) -> uint8 { return 99 * abs(x); }), 0,
                        [&](int a, int b) -> int { return a | b; });
         float* a = map(g, [&](float x) -> float { return x + s; });""",
+    "a reduction of blocks and of all, each with a function": """
+        per (72) {
+            float far = reduce(g, 0.0, [&](float a, float b) -> float {
+                return abs(b) > abs(a) || (abs(a) == abs(b) && b > a) ? b : a; });
+        }
+        int s = reduce(map(g, [&](float x) -> int { return x * 1000.0; }), 0,
+                       [&](int a, int b) -> int { return a ^ b; });
+        float* a = map(g, [&](float x) -> float { return x + s + far[3]; });""",
     "a condition on a scalar and an element": """
         float s = reduce(g, -99999, max);
         float* a = map(g, [&](float x) -> float { return s > 0.0 && x < 0.0 ? s : x; });""",
@@ -815,6 +823,63 @@ def test_a_program_means_the_same(what: str) -> None:
         x = gaussian(n, seed=3)
         want = own(OWN[what], "reference").encode(x, {})
         assert torch.equal(own(OWN[what], "gpu").encode(x.to(DEVICE), {}).cpu(), want)
+
+
+FEW = "map(range(g.size / 9999), [&](int i) -> float { return g[i]; })"
+"""No element at all, of the sizes that are tried."""
+EMPTY = {
+    "picked of sorted floats": f"float* few = sort({FEW}); float v = few[0];",
+    "picked of sorted ints": f"""
+        int* few = sort(map({FEW}, [&](float x) -> int {{ return x; }}));
+        float v = few[0];""",
+    "anywhere in sorted floats": f"""
+        float* few = sort({FEW});
+        float* all = map(g, [&](float x) -> float {{ int i = x; return few[i]; }});
+        float v = all[3];""",
+    "anywhere in partial sums": f"""
+        float* few = scan({FEW}, 0.0, [&](float a, float b) -> float {{ return a + b; }});
+        float v = few[g.size];""",
+}
+"""Ways to an element of an empty array."""
+EMPTY = {
+    what: f"{body} float* a = map(g, [&](float x) -> float {{ return x + v; }});"
+    for what, body in EMPTY.items()
+}
+
+
+@pytest.mark.parametrize("what", EMPTY)
+def test_an_element_of_an_empty_array_is_zero(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: what memory happens to hold, or what the digits of no element make."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(99))
+    x = gaussian(7, seed=3)
+    for backend in ("reference", "gpu"):
+        c = own(EMPTY[what], backend)
+        payload = c.encode(x.to(DEVICE if backend == "gpu" else "cpu"), {})
+        assert torch.equal(c.decode(payload).cpu(), x), backend
+
+
+UNEVEN = """
+void XEncode(float* g, uint8* c) {
+    uint2* few = map(range(g.size / 9999), [&](int i) -> uint2 { return g[i]; });
+    c = concat(g, few);
+}
+void XDecode(uint8* c, float* g) {
+    float a[g.size];
+    uint2 few[g.size / 9999];
+    extract(c, a, few);
+    g = map(a, [&](float x) -> float { int i = x; return x + few[i]; });
+}
+"""
+
+
+def test_an_element_of_an_empty_section_is_zero() -> None:
+    c = ProgramCodec(bound(UNEVEN, {}), name="x", backend="gpu")
+    x = gaussian(7, seed=3)
+    room = torch.full((200,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    payload = room[: c.wire_bytes(7)]  # what lies behind the frame is not part of it
+    c.encode(x.to(DEVICE), {}, out=payload)
+    assert torch.equal(c.decode(payload, out=torch.zeros(7, device=DEVICE)).cpu(), x)
 
 
 @pytest.mark.parametrize("why", REFUSED)

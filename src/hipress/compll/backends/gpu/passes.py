@@ -328,9 +328,10 @@ class Passes(KernelPrinter):
         known = self.known([e.args[0] for e in picks])
         for e in picks:
             [rank] = self.print([e.args[0]], out, known)
-            last = self.size(("last", sort.values.name), f"{self.length_text(sort.length)} - 1")
+            last = self.last(sort.values)
             at = f"_max(_min(({rank}).to(tl.int64), {last}), _i64(0))"
-            value = loaded(sort.values, f"tl.load({sort.values.name} + {at})")
+            there = f"mask=_unless_empty({last}, None), other=0"
+            value = loaded(sort.values, f"tl.load({sort.values.name} + {at}, {there})")
             out(f"tl.store({self.result(e, e.type)}, {cast(f'({value})', wide_type(e.type))})")
         self.launch(f"{name}_pick", "1")
 
@@ -362,7 +363,8 @@ class Passes(KernelPrinter):
             out(f"_select_count({given})")
             self.launch(f"{name}_l{level}", grid, 8)
         self.head(f"{name}_value")
-        out(f"tl.store({self.result(e, e.type)}, _select_value({counts}, {found}))")
+        value = f"_select_value({counts}, {found}, {self.size(('size', name), size)})"
+        out(f"tl.store({self.result(e, e.type)}, {value})")
         self.launch(f"{name}_value", "1", 8)
 
     def scalars(self, name: str, p: ir.Scalars) -> None:
