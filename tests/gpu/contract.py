@@ -612,6 +612,28 @@ def test_a_number_of_elements_is_not_believed(monkeypatch: pytest.MonkeyPatch) -
         c.decode(hostile)
 
 
+def test_decode_copies_the_header_to_the_host_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    c, n = pair("fp16").gpu, 5003
+    payload = c.encode(gaussian(n).to(DEVICE), {})
+    whole, copied = torch.Tensor.cpu, []
+
+    def noting(self: torch.Tensor) -> torch.Tensor:
+        copied.append(self.numel())
+        return whole(self)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", noting)
+    decoded = c.decode(payload)
+    assert copied == [HEAD] and decoded.numel() == n
+    many = c.bulk([300, 70]).encode(torch.ones(c.bulk([300, 70]).numel, device=DEVICE), {})
+    for frame, reason in (
+        (payload[:70], "cut short"),
+        (payload[:-16], "cut short"),
+        (many, "2 bod"),
+    ):
+        with pytest.raises(FrameError, match=reason):
+            c.decode(frame)
+
+
 def test_fields_that_are_the_senders_own() -> None:
     c, n = pair("onebit(ef=false)").gpu, 300
     payload = c.encode(gaussian(n).to(DEVICE), {})

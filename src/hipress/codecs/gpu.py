@@ -83,7 +83,7 @@ class GpuKernels:
         kernels(sizes, header, payload, [_flat(out)], [zero] * 3, _one(device), word)
         if waits:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)
+                torch.cuda.current_stream(device).synchronize()
             raise_pending(device)
 
     def encode_bulk(
