@@ -132,6 +132,9 @@ def _sizes(printer: Passes, places: list[Place], sizes: Lines) -> str:
     out()
     launches = ", ".join(f"({x.name}, {x.warps}, {x.span})" for x in printer.launches)
     out(f"{kernel.name}_launches = ({launches},)")
-    messages = ("an index is out of range", "its header is not that of such a frame")
+    messages = (
+        "an index is out of range or out of order",
+        "its header is not that of such a frame",
+    )
     out(f"{kernel.name}_refusals = {(*messages, *(r.message for r in kernel.requires))!r}")
     return str(out)

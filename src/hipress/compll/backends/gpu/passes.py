@@ -205,12 +205,15 @@ class Passes(KernelPrinter):
             self._clear(f"{name}_clear", array, size, decodes)
         elif decodes:
             self._spoil(f"{name}_spoil", array, size)
-        tile = Tile(self, p.length, None, [p.index, p.value], elements=1024)
+        tile = Tile(self, p.length, None, p.exprs, elements=1024)
         tile.open(f"{name}_tile", [array])
-        index, value = tile.print([p.index, p.value])
+        index, value, *bad = tile.print(p.exprs)
         out(f"at = {cast(tile.whole(index, p.index), 'i64')}")
         out(f"value = {tile.whole(value, p.value)}")
         out(f"there = (at >= 0) & (at < {self.size(('size', name), size)})")
+        if p.bad is not None:
+            # Two that are equal would be added side by side, and one of them lost.
+            out(f"there = there & ({tile.whole(bad[0], p.bad)} == 0)")
         out("if TAIL:")
         out("    there = there | (live == 0)")
         out("if _any(there == 0) != 0:")
