@@ -10,6 +10,7 @@ hold against `cpu` and which need not be compiled.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 import random
@@ -757,16 +758,31 @@ VARIANTS = (
 FACTOR = float(os.environ.get("HIPRESS_TEST_PROGRAMS", "1"))
 
 
-@settings(
-    max_examples=max(1, int((14 if INTERPRETED else 10) * FACTOR)),
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],  # an interpreted program takes too long to be made smaller
-    suppress_health_check=list(HealthCheck),
-)
-@given(program=programs(most=3))
-def test_random_programs_mean_what_the_reference_means(program: Program) -> None:
+PARTS = 1 if INTERPRETED else 5
+"""Random programs are dealt to so many tests, which processes share: each compiles for seconds."""
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs_mean_what_the_reference_means(part: int) -> None:
+    met = itertools.count()
+
+    @settings(
+        max_examples=max(1, int((14 if INTERPRETED else 10) * FACTOR)),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],  # an interpreted program takes too long to be made smaller
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(program=programs(most=3))
+    def check(program: Program) -> None:
+        if next(met) % PARTS == part:
+            means_what_the_reference_means(program)
+
+    check()
+
+
+def means_what_the_reference_means(program: Program) -> None:
     dice = random.Random(program.text)
     variant, n = dice.choice(VARIANTS), dice.choice((1, 7, 64, 65, 2049, 5000))
     note(f"{variant}, n={n}, {program.params}\n{program.text}")

@@ -18,7 +18,7 @@ import torch
 
 import hipress
 from hipress.errors import BackendError, UsageError
-from tests.codecs.cases import CASES, MOMENTUM, WIRE, Case, gaussian
+from tests.codecs.cases import CASES, MOMENTUM, WIRE, Case, compiled, gaussian
 from tests.gpu.contract import *  # noqa: F403
 from tests.gpu.contract import INTERPRETED, NUM_STEPS, agree, ids, pair, started
 
@@ -35,7 +35,7 @@ def missing() -> str:
 if missing():
     pytest.skip(missing(), allow_module_level=True)
 SOME = [*WIRE, MOMENTUM[0], *(c for c in CASES if c.expr in ("onebit", "topk", "ef(terngrad)"))]
-some_cases = pytest.mark.parametrize("case", SOME, ids=ids)
+some_cases = pytest.mark.parametrize("case", compiled(SOME), ids=ids)
 
 
 @contextmanager

@@ -28,18 +28,27 @@ ELEMENTS = 4096
 """Elements of a tile, unless a block is larger."""
 
 
-def _shape(encodes: bool, block: int | None, roots: list[Expr]) -> tuple[int, int]:
-    """Returns elements of a tile and of a thread, by what was fastest on an H200 (256M elements).
+SHAPES = {
+    "random": (2 * ELEMENTS, 32),
+    "decode": (ELEMENTS, 16),
+    "blocks": (ELEMENTS // 2, 8),
+    "encode": (ELEMENTS, 8),
+}
+"""Elements of a tile and of a thread, by what was fastest on an H200 (256M elements).
 
-    Random numbers cost so many instructions that a thread should make many; decoding wants many
-    independent loads in a thread; an encoder is faster with fewer registers. What a tile does
-    once (reading its row of numbers) is shared by its elements.
-    """
+Random numbers cost so many instructions that a thread should make many; decoding wants many
+independent loads in a thread; an encoder is faster with fewer registers. What a tile does once
+(reading its row of numbers) is shared by its elements.
+"""
+
+
+def _shape(encodes: bool, block: int | None, roots: list[Expr]) -> tuple[int, int]:
+    """Returns elements of a tile and of a thread."""
     if any(e.op in ir.RANDOM for e in walk(roots)) and block is None and encodes:
-        return 2 * ELEMENTS, 32
+        return SHAPES["random"]
     if not encodes or (block or 0) >= ELEMENTS:
-        return ELEMENTS, 16
-    return (ELEMENTS // 2 if block else ELEMENTS), 8
+        return SHAPES["decode"]
+    return SHAPES["blocks" if block else "encode"]
 
 
 MAX_BLOCK = 131_072
