@@ -34,7 +34,7 @@ class FakeDriver:
         return 1, len(self.names) - 1, 32, 0, 1024
 
     def get_current_device(self) -> int:
-        return 0
+        return 99  # Triton keeps kernels by device: what is loaded here is for no real one
 
     def get_current_stream(self, device: int) -> int:
         return 7

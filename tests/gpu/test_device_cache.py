@@ -46,7 +46,10 @@ def test_sizes_of_many_factors_are_dropped() -> None:
         return (numel,), (1.0,), 0, 0, (1,), (numel,)
 
     module = SimpleNamespace(
-        encode_refusals=(), encode_sizes=sizes_of, encode_launches=((None, 4, 0),)
+        encode_refusals=(),
+        encode_clears=False,
+        encode_sizes=sizes_of,
+        encode_launches=((None, 4, 0),),
     )
     kernels = Kernels(module, "encode")  # type: ignore[arg-type]
     for numel in range(1, 20):

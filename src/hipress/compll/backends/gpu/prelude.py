@@ -403,6 +403,13 @@ def _write_header(frame: Any, template: Any, num_words: Any, step: Any) -> Any:
         tl.store(frame.to(tl.pointer_type(tl.int32)) + word, text, mask=there)
 
 
+def _clear(memory: Any, start: Any, end: Any) -> Any:
+    """Zeroes some kilobytes."""
+    for first in range(start, end, 4096):
+        at = first + tl.arange(0, 4096)
+        tl.store(memory + at, tl.zeros([4096], tl.uint8), mask=at < end)
+
+
 def _clear_gap(body: Any, start: Any, end: Any) -> Any:
     """Zeroes the bytes between two sections, fewer than 16."""
     at = start + tl.arange(0, 16)

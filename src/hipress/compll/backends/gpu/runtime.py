@@ -188,6 +188,8 @@ class Kernels:
         self.refusals: tuple[str, ...] = getattr(module, f"{name}_refusals")
         self._sizes_of = getattr(module, f"{name}_sizes")
         self._launches = getattr(module, f"{name}_launches")
+        # Kernels that clear memory themselves save a launch.
+        self._memory = torch.empty if getattr(module, f"{name}_clears") else torch.zeros
         self._kept = DeviceCache()
         self._ready: dict[Any, dict[Any, Callable[..., None]]] = {}
         """Compiled kernels that can be started without Triton's checks, by device and kind."""
@@ -294,7 +296,7 @@ class Kernels:
         if sizes.used:
             work = torch.empty(sizes.used, dtype=torch.uint8, device=device)
         if sizes.zeroed:
-            zeroed = torch.zeros(sizes.zeroed, dtype=torch.uint8, device=device)
+            zeroed = self._memory(sizes.zeroed, dtype=torch.uint8, device=device)
         args = (
             *(sizes.ints, sizes.floats, zeroed, work, error, sizes.headers[0], frame, *memory),
             sizes.one if rho is None else rho,
