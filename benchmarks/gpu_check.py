@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -44,11 +45,12 @@ HOST_BAR_US = {"topk": 90, "dgc": 90}
 TWO_PASSES = ("minmax(bits=2)", "terngrad", "dithering(levels=2)")
 BARS = {"minmax(bits=2)": 0.8, "16-bit": 0.6}
 """Least share of the copy bandwidth in a graph; that of 16 bits is for codecs of two passes."""
-SHAPES = ((8192, 32), (8192, 16), (8192, 64), (4096, 16), (4096, 32), (4096, 8), (2048, 16),
-          (2048, 8), (16384, 32), (16384, 64))  # fmt: skip
-"""Elements of a tile and of a thread that are tried."""
-
-
+SWEEPS = {
+    "random": ((8192, 32), (8192, 16), (4096, 16), (4096, 32), (2048, 16), (16384, 32), (4096, 8)),
+    "encode": ((4096, 8), (4096, 16), (8192, 16), (2048, 8)),
+}
+"""Elements of a tile and of a thread that are tried: in passes that draw random numbers, and in
+those before them, which find a scale."""
 TESTS = ["tests/gpu", "--ignore=tests/gpu/test_interpreted.py", "-m", "not full"]
 
 
@@ -250,21 +252,21 @@ def try_many_elements(name: str, numel: int) -> dict[str, Any]:
 
 
 def sweep(
-    name: str, numel: int, dtype: torch.dtype, bandwidth: float, shape: tuple[int, int]
+    kind: str, shape: tuple[int, int], name: str, numel: int, dtype: torch.dtype, bandwidth: float
 ) -> dict[str, Any]:
-    """Times encode with another shape of tiles in passes that draw random numbers."""
-    before = tiles.SHAPES["random"]
-    tiles.SHAPES["random"] = shape
+    """Times encode with another shape of tiles in one kind of pass."""
+    before = tiles.SHAPES[kind]
+    tiles.SHAPES[kind] = shape
     build._loaded.clear()
     try:
         ms = device_ms(Trial(name, numel, dtype).encode)
     finally:
-        tiles.SHAPES["random"] = before
+        tiles.SHAPES[kind] = before
         build._loaded.clear()
     least = least_bytes(name, dtype)[0]
     assert least is not None
     ratio = round(least * numel / ms * 1e3 / bandwidth, 3)
-    row = {"sweep": name, "dtype": str(dtype)[6:], "numel": numel, "tile": shape[0]}
+    row = {"sweep": f"{kind} {name}", "dtype": str(dtype)[6:], "numel": numel, "tile": shape[0]}
     return row | {"per_thread": shape[1], "encode_graph_ms": round(ms, 4), "ratio": ratio}
 
 
@@ -287,12 +289,9 @@ def jobs(args: argparse.Namespace, bandwidth: float) -> Iterator[Callable[[], di
     yield lambda: time_codec("ef(onebit)", n, bf16, bandwidth, every[:1])
     for name in ("onebit", "minmax(bits=2)", "topk"):
         yield lambda name=name: try_many_elements(name, args.many)
-    for shape in SHAPES:
-        for name in TWO_PASSES:
-            for dtype in (f32, bf16):
-                yield lambda name=name, dtype=dtype, shape=shape: sweep(
-                    name, n, dtype, bandwidth, shape
-                )
+    for kind, shapes in SWEEPS.items():
+        for case in itertools.product(shapes, TWO_PASSES, (f32, bf16)):
+            yield lambda kind=kind, case=case: sweep(kind, *case[:2], n, case[2], bandwidth)
 
 
 def copy_bandwidth(numel: int) -> float:
