@@ -32,6 +32,7 @@ import torch
 from gpu import LEAST, graph_of, median_ms
 
 import hipress
+from hipress.codecs.program import ProgramCodec
 from hipress.compll import build
 from hipress.compll.backends.gpu import runtime, tiles
 
@@ -146,8 +147,12 @@ def device_ms(job: Callable[[], Any]) -> float:
 class Trial:
     """One codec with a gradient, its state and its memory."""
 
-    def __init__(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> None:
-        self.codec = hipress.codec(name)
+    def __init__(
+        self, name: str, numel: int, dtype: torch.dtype = torch.float32, *, anew: bool = False
+    ) -> None:
+        made = hipress.codec(name)
+        assert isinstance(made, ProgramCodec)
+        self.codec = made.on_backend("gpu") if anew else made  # a copy loads its kernels again
         self.x = torch.randn(numel, device=DEVICE).to(dtype)
         self.state = self.codec.init(self.x)
         for key in {"residual", "velocity"} & self.state.keys():
@@ -259,7 +264,7 @@ def sweep(
     tiles.SHAPES[kind] = shape
     build._loaded.clear()
     try:
-        ms = device_ms(Trial(name, numel, dtype).encode)
+        ms = device_ms(Trial(name, numel, dtype, anew=True).encode)
     finally:
         tiles.SHAPES[kind] = before
         build._loaded.clear()
