@@ -230,7 +230,7 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """`array[index] += value` for each element of the domain; a bad index is an error."""
+    """`array[index] += value` for each element of the domain; a wrong index is an error."""
 
     length: Expr
     index: Expr
@@ -239,6 +239,12 @@ class Scatter:
     clear: bool
     distinct: bool = False
     """Whether no two indices can be equal."""
+    bad: Expr | None = None
+    """What makes an index in range wrong: one of a payload must lie above the one before."""
+
+    @property
+    def exprs(self) -> list[Expr]:
+        return [self.index, self.value, *([] if self.bad is None else [self.bad])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +282,7 @@ def pass_exprs(p: Pass) -> list[Expr]:
     elif isinstance(p, Scan):
         exprs += [*p.fold.exprs, p.fold.length]
     elif isinstance(p, Scatter):
-        exprs += [p.length, p.index, p.value]
+        exprs += [p.length, *p.exprs]
     elif isinstance(p, Select | Sorting):
         exprs += p.sort.ranks
     return exprs

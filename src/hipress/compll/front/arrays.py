@@ -213,6 +213,8 @@ class Draft:
     scans: list[ir.Scan] = field(default_factory=list)
     scatters: list[ir.Scatter] = field(default_factory=list)
     requires: list[ir.Require] = field(default_factory=list)
+    ascending: set[Array] = field(default_factory=set)
+    """Arrays of a payload that hold places in the order in which a filter took them."""
     temps: list[Array] = field(default_factory=list)
     folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
     """Reductions by what they are, so that equal ones are one."""
@@ -350,7 +352,14 @@ class Draft:
         with self.unblocked():
             index, added = value.index.at(ix), value.value.at(ix)
         distinct = isinstance(value.index, Computed | Stored) and value.index.distinct
-        scatter = ir.Scatter(value.index.length, index, added, target, clear, distinct)
+        bad = None
+        if index.is_load and index.attr in self.ascending:
+            # Who sent the payload took them in order; it may have been damaged since.
+            g = self.graph
+            before = value.index.at(g.binary("sub", ix, g.const(1)))
+            follows = g.binary("lt", g.const(0), ix)
+            bad = g.logic("land", follows, g.binary("le", index, before))
+        scatter = ir.Scatter(value.index.length, index, added, target, clear, distinct, bad)
         self.scatters.append(scatter)
 
     def scanned(self, fold: Fold, elem: ElemType) -> Array:

@@ -358,6 +358,8 @@ def _received(
         if isinstance(value, Kept):  # the places that a filter let through
             distinct = value.element is g.idx(value.filter.length)
         array = Array(name, storage, aside.capacity(value))
+        if distinct:
+            draft.ascending.add(array)
         stored = Stored(draft, array, part.elem, distinct)
         parts.append(Part(part.elem, stored))
     return parts

@@ -191,7 +191,7 @@ class Passes(KernelPrinter):
         self._step(f"{name}_gather", TILE)
 
     def scatter(self, name: str, p: ir.Scatter) -> None:
-        loops = Loops(self, TILE, [p.index, p.value])
+        loops = Loops(self, TILE, p.exprs)
         out = loops.out
         loops.open(name, [p.array], p.length)
         loops.buffers()
@@ -391,7 +391,10 @@ def _entry(printer: Passes) -> None:
         sizes('    raise IndexError("an index of a scatter is out of range")')
         sizes(f"return bool({slots.int(k.nonfinite)})")
     else:
-        messages = ("an index in the payload is out of range", *(r.message for r in k.requires))
+        messages = (
+            "an index in the payload is out of range or out of order",
+            *(r.message for r in k.requires),
+        )
         sizes(f"status = {slots.int('status')}")
         sizes(f"return {messages!r}[status - 1] if status else None")
     # Only now is it known how many numbers the steps hand on.

@@ -295,9 +295,9 @@ class Loops:
     def check(self, name: str, p: ir.Scatter) -> None:
         body = self._start([], "I", p.array.name)
         body.text.insert(0, f"    size = len({p.array.name})")
-        [index] = self._print(body, [p.index])
+        index, *bad = self._print(body, [p.index, *p.exprs[2:]])
         body(f"k = i64({index})")
-        body("if k < 0 or k >= size:")
+        body(f"if {' or '.join(['k < 0', 'k >= size', *bad])}:")
         body(f"    {self.printer.slots.int('status')} = 1")
         self._call(name, body, [])
 

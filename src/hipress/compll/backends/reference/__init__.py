@@ -313,13 +313,14 @@ class _KernelPrinter(Printer):
     def scatter(self, p: ir.Scatter) -> None:
         out = self.out
         length = self._len(p.length)
-        index, value = self.values([p.index, p.value])
+        index, value, *bad = self.values(p.exprs)
         size = self._size(p.array.length)
         where = self.fresh()
         out(f"{where} = _whole({index}, {length})")
-        out(f"if np.any(({where} < 0) | ({where} >= {size})):")
+        wrong = " | ".join([f"({where} < 0)", f"({where} >= {size})", *bad])
+        out(f"if np.any({wrong}):")
         if self.kernel.input is None:
-            out('    return "an index in the payload is out of range"')
+            out('    return "an index in the payload is out of range or out of order"')
         else:
             out('    raise IndexError("an index of a scatter is out of range")')
         total = self.fresh()
