@@ -155,8 +155,8 @@ def to_float(value: Any) -> Any:
 def to_int(value: Any) -> Any:
     """Towards zero; NaN is 0, what does not fit saturates."""
     if is_float(value):
-        number = float(value)
-        number = 0.0 if math.isnan(number) else min(max(number, -9.0e18), 9.0e18)
+        number, limit = float(value), 9.0e18 if is_host(value) else float(np.float32(9.0e18))
+        number = 0.0 if math.isnan(number) else min(max(number, -limit), limit)
         return int(number) if is_host(value) else np.int64(number)
     return value if isinstance(value, Size) else int(value) if is_host(value) else np.int64(value)
 
@@ -208,7 +208,7 @@ def divide(a: Any, b: Any) -> Any:
         return a * 0
     q = abs(int(a)) // abs(int(b))
     q = q if (a < 0) == (b < 0) else -q
-    return q if is_host(a, b) else np.int64(q)
+    return q if is_host(a, b) else np.int64((q + 2**63) % 2**64 - 2**63)
 
 
 def shift(a: Any, b: Any) -> Any:

@@ -8,7 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hipress.compll.ir import MAX_NUMEL, OPS, STORAGE_BITS, Array, Expr, Filter, Fold, Sort, Type
+from hipress.compll.ir import (
+    INT_MAX,
+    INT_MIN,
+    MAX_NUMEL,
+    OPS,
+    STORAGE_BITS,
+    Array,
+    Expr,
+    Filter,
+    Fold,
+    Sort,
+    Type,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +44,6 @@ class ElemType:
 FLOAT = ElemType("float")
 INT = ElemType("int")
 BOOL = ElemType("uint", 1)
-
-_INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
 
 MAX_DEPTH = 150
 """Operations one after another in a value: Python takes 200 nested parentheses in source."""
@@ -74,8 +84,7 @@ class Graph:
                 variance = max((a.variance for a in args), default=0)
             if host is None:
                 host = bool(args) and all(a.host for a in args)
-            lo, hi = (0, 1) if type == "bool" else bounds or (_INT_MIN, _INT_MAX)
-            lo, hi = max(lo, _INT_MIN), min(hi, _INT_MAX)
+            lo, hi = (0, 1) if type == "bool" else bounds or (INT_MIN, INT_MAX)
             depth = 1 + max((a.depth for a in args), default=0)
             if depth > MAX_DEPTH:
                 raise TooDeep
@@ -141,7 +150,7 @@ class Graph:
 
     def unary(self, op: str, a: Expr) -> Expr:
         """`neg`, `abs`, `floor`, ... and the casts; the type follows from `a`."""
-        if a.op == "const" and op in _FOLD1:
+        if a.op == "const" and op in _FOLD1 and a.attr != INT_MIN:
             return self.const(_FOLD1[op](a.attr))
         if op in ("floor", "round_f16", "round_bf16") and a.op == op:
             return a
@@ -154,7 +163,10 @@ class Graph:
             if -126 <= whole.lo and whole.hi <= 127 and not whole.host:
                 return self.make("power", whole, type="float")
         ranges = {"neg": (-a.hi, -a.lo), "abs": (0, max(abs(a.lo), abs(a.hi))), "sign": (-1, 1)}
-        return self.make(op, a, type=a.type, bounds=ranges.get(op) if a.type == "int" else None)
+        bounds = ranges.get(op) if a.type == "int" else None
+        if bounds is not None and bounds[1] > INT_MAX:  # the smallest int stays what it is
+            bounds = None
+        return self.make(op, a, type=a.type, bounds=bounds)
 
     def binary(self, op: str, a: Expr, b: Expr) -> Expr:
         """Arithmetic on two values of one type."""
@@ -216,8 +228,7 @@ class Graph:
         if a.type == "int":
             return a
         if a.op == "const":
-            finite = a.type == "bool" or abs(a.attr) < 2.0**62
-            return self.const(int(a.attr) if finite else 0)
+            return self.const(int(max(min(a.attr, 9.0e18), -9.0e18)))
         bounds = (0, 1) if a.type == "bool" else None
         if a.type == "float" and _never_negative(a):
             bounds = (0, 2**63 - 1)
@@ -291,20 +302,19 @@ _FOLD1: dict[str, Callable[[Any], Any]] = {
 _FOLD2: dict[str, Callable[[Any, Any], Any]] = {
     **{op: getattr(operator, op) for op in ("add", "sub", "mul", "lt", "le", "eq", "ne", "xor")},
     **{"and": operator.and_, "or": operator.or_, "min": min, "max": max},
+    **{"shl": operator.lshift, "shr": operator.rshift},
 }
 
 
 def _fold2(op: str, a: Any, b: Any) -> int | float | bool | None:
-    if op == "shl":
-        return int(a) << int(b) if 0 <= b < 62 and abs(a) < 2**32 else None
-    if op == "shr":
-        return int(a) >> int(b) if 0 <= b < 63 else None
     if isinstance(a, float) and op not in ("lt", "le", "eq", "ne", "min", "max"):
         return None  # a backend rounds to binary32; Python would not
     if op not in _FOLD2:
         return None
+    if op in ("shl", "shr") and not 0 <= b < 63:
+        return None
     value = _FOLD2[op](a, b)
-    return value if isinstance(value, bool | float) or _INT_MIN <= value <= _INT_MAX else None
+    return value if isinstance(value, bool | float) or INT_MIN <= value <= INT_MAX else None
 
 
 def _bounds(op: str, a: Expr, b: Expr) -> tuple[int, int] | None:
@@ -312,7 +322,7 @@ def _bounds(op: str, a: Expr, b: Expr) -> tuple[int, int] | None:
         return None
     if op in ("add", "sub", "mul", "min", "max"):
         ends = [_FOLD2[op](x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
-        if min(ends) < _INT_MIN or max(ends) > _INT_MAX:
+        if min(ends) < INT_MIN or max(ends) > INT_MAX:
             return None  # may wrap: any value
         return min(ends), max(ends)
     if op == "and" and a.lo >= 0 and b.lo >= 0:

@@ -168,7 +168,7 @@ class Loops:
 
     def _accumulate(self, body: _Body, acc: str, f: Fold, text: str) -> None:
         if f.kind == "sum":
-            body(f"{acc} += {text}")
+            body(f"{acc} = {self.printer.combined(f, acc, text, body)}")
         elif f.kind == "or":
             body(f"{acc} |= i32({text})")
         elif f.kind in ("max", "min"):
@@ -307,7 +307,8 @@ class Loops:
         index, value = self._print(body, [p.index, p.value])
         body(f"k = i64({index})")
         old = loaded(p.array, f"{target}[k]")
-        body(f"{target}[k] = {stored(p.array, f'{old} + {value}')}")
+        total = f"_add({old}, {value})" if p.array.type == "int" else f"{old} + {value}"
+        body(f"{target}[k] = {stored(p.array, total)}")
         self._call(name, body, [])
 
     # Functions.
