@@ -157,7 +157,7 @@ def test_a_fold_of_its_own_and_brackets_only_where_needed():
     shown = passes(
         """
         void XEncode(float* g, uint8* c) {
-            float s = reduce(g, 1.0, [&](float a, float b) -> float { return a * b - b / 2.0; });
+            float s = reduce(g, 1.0, [&](float a, float b) -> float { return a + b - a * b / 2; });
             float* q = map(g, [&](float v) -> float { return -(v - (s - 1.0)) * (v + s) * 2.0; });
             float* t = sort(q);
             c = concat(t);
@@ -165,9 +165,8 @@ def test_a_fold_of_its_own_and_brackets_only_where_needed():
         void XDecode(uint8* c, float* g) { float v[g.size]; extract(c, v); g = v; }
         """
     )
-    assert "f0 = fold over n of x[i], from 1.0 by (carry, item) -> carry * item - item * 0.5" in (
-        shown
-    )
+    joined = "(carry, item) -> carry + item - carry * item * 0.5"
+    assert f"f0 = fold over n of x[i], from 1.0 by {joined}" in shown
     assert "-(x[i] - (f0 - 1.0)) * (x[i] + f0) * 2.0" in shown
     assert "sorted0 = temp0 in ascending order\n" in shown
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hipress.compll.front import ast
 from hipress.compll.front.arrays import ArrayValue, Computed, Kept, Ordered, Sliced, Spread, Stored
+from hipress.compll.front.associative import counter_example
 from hipress.compll.front.graph import FLOAT, INT, ElemType, convert
 from hipress.compll.front.scope import Binding, Env, Func, Scalar
 from hipress.compll.ir import Expr, Filter, Fold, Require, Sort
@@ -198,6 +199,16 @@ def _folding(
 def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`reduce(a, init, f)`: f must be associative; the order is the backend's."""
     fold, elem = _folding(checker, node, env, checker.array(node.args[0], env))
+    found = counter_example(fold) if fold.kind == "fold" else None
+    if found is not None:
+        a, b, c, left, right = (str(x) if isinstance(x, int) else f"{x:.6g}" for x in found)
+        checker.fail(
+            node.args[2],
+            "the function of a reduction must be associative, because backends join elements in "
+            f"groups of their own; f(f({a}, {b}), {c}) is {left}, but f({a}, f({b}, {c})) is "
+            f"{right}; change the elements with map before, or use scan, which goes from left "
+            "to right",
+        )
     return Scalar(checker.draft.graph.fold(_shared(checker, fold)), elem)
 
 
