@@ -244,10 +244,13 @@ class Draft:
         finally:
             self.fusing = before
 
-    def element(self, value: ArrayValue, ix: Expr) -> Expr:
-        """Returns an element for a pass, from memory where it mixes blocks of two sizes."""
+    def element(self, value: ArrayValue, ix: Expr, *beside: Expr) -> Expr:
+        """Returns an element for a pass, from memory where it mixes blocks of two sizes.
+
+        The pass computes the values `beside` too.
+        """
         found = value.at(ix)
-        if len(ir.block_sizes([found])) <= 1:
+        if len(ir.block_sizes([found, *beside])) <= 1:
             return found
         with self.unblocked():
             return value.at(ix)

@@ -153,13 +153,14 @@ def _encode_kernel(
         extra.append(residual)
     stored = [Stored(draft, s, FLOAT) for s in states]
     result = check.evaluate(source, function, draft, params=params, gradient=value, states=stored)
-    finals = []
+    finals: list[tuple[Array, Expr]] = []
     i = g.idx(g.n)
     for array, final in zip(states, result.states, strict=True):
         if final.length is not g.n:
             raise AssertionError("a state changed its length")
         with draft.fused(fuse):
-            finals.append((array, g.to_float(draft.element(final, i))))
+            beside = [value.at(i), *(new for _, new in finals)]
+            finals.append((array, g.to_float(draft.element(final, i, *beside))))
     flag = _flag(g, value.at(i), [new for _, new in finals])
     for array, final_value in finals:
         old, new = g.load(array, i), _stored_first(draft, final_value)
@@ -273,7 +274,8 @@ def _feedback(
     draft.requires[:] = requires
     i = g.idx(g.n)
     with draft.fused(fuse):
-        left = g.binary("sub", value.at(i), g.to_float(draft.element(decoded, i)))
+        beside = [value.at(i), *(w.value for w in draft.writes if w.final)]
+        left = g.binary("sub", value.at(i), g.to_float(draft.element(decoded, i, *beside)))
     left = _stored_first(draft, left)
     kept = _kept_if_finite(g, left, g.load(residual, i), flag)
     draft.writes.append(Write(residual, kept, g.n, True))

@@ -112,7 +112,8 @@ class Loops:
         for array, codes in self.codes_in.items():
             out(f"_unpack{ir.STORAGE_BITS[array.storage]}({self.slices[array]}, {codes}, m)")
         for e, name in self.draws.items():
-            rng = "rng" if len(e.args) == 1 else f"_keyed({known[e.args[1]]})"
+            keys = self.printer.print(e.args[1:], out, known)
+            rng = f"_keyed({keys[0]})" if keys else "rng"
             out(f"_{e.op}s({name}, m, a, {e.attr}, {rng})")
         for e in walk(ir.with_blocks(self.roots)):
             block = {"bnum": "t", "bstart": "a", "blen": "m"}.get(e.op)
