@@ -88,6 +88,27 @@ def test_cost_of_decode():
     _, decode, decode_add = kernels("topk")
     assert (cost(decode).num_passes, cost(decode).written_bytes) == (1, 4)  # it is zeroed
     assert cost(decode_add).num_passes == 0
+    assert cost(decode_add).num_others == 1
+
+
+def test_passes_over_arrays_of_other_lengths_are_counted():
+    steps = "v = scan(map(v, abs), 0.0, max); " * 8
+    program = parse_program(
+        f"""
+        void XEncode(float* g, uint8* c) {{
+            float* v = map(range(g.size / 2), [&](int i) -> float {{ return g[i]; }});
+            {steps}
+            c = concat(v);
+        }}
+        void XDecode(uint8* c, float* g) {{
+            float* v; extract(c, v);
+            g = map(range(g.size), [&](int i) -> float {{ return v[i]; }});
+        }}
+        """
+    )
+    encode = program.bind({}).kernels()[0]
+    assert (cost(encode).num_passes, cost(encode).num_others) == (1, 9)
+    assert str(cost(encode)).startswith("1 pass over the gradient and 9 over arrays of other")
 
 
 def test_onebit_with_feedback_reads_as_it_runs():

@@ -68,6 +68,8 @@ class Expr:
     """Made of sizes and parameters only: computed on the host, in double precision."""
     depth: int
     """Operations on the longest way down to a leaf."""
+    weight: int
+    """Operations of a host value, counted at each use: its text repeats them."""
 
     @property
     def narrow(self) -> bool:

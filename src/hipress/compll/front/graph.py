@@ -46,11 +46,14 @@ INT = ElemType("int")
 BOOL = ElemType("uint", 1)
 
 MAX_DEPTH = 150
-"""Operations one after another in a value: Python takes 200 nested parentheses in source."""
+"""Operations one after another in a value: many functions here call themselves at each."""
+MAX_HOST_DEPTH = 50
+"""The same for a host value, whose text nests three parentheses in some: Python takes 200."""
+MAX_HOST_WEIGHT = 1000
 
 
 class TooDeep(Exception):
-    """A value is made of too many operations, one after another."""
+    """A value is made of too many operations."""
 
 
 _RUN_TIME = frozenset({"load", "load_clamped", "uniform", "bits32", "fold", "count", "pick"})
@@ -61,6 +64,7 @@ class Graph:
     """Makes values; equal ones are the same object, and simple identities are applied."""
 
     _interned: dict[tuple[Any, ...], Expr] = field(default_factory=dict)
+    _signs: dict[Expr, bool] = field(default_factory=dict)
 
     def make(
         self,
@@ -86,9 +90,19 @@ class Graph:
                 host = bool(args) and all(a.host for a in args)
             lo, hi = (0, 1) if type == "bool" else bounds or (INT_MIN, INT_MAX)
             depth = 1 + max((a.depth for a in args), default=0)
+            weight = 1 + sum(a.weight for a in args) if host else 0
             if depth > MAX_DEPTH:
-                raise TooDeep
-            found = Expr(op, args, type, attr, lo, hi, variance, host, depth)
+                raise TooDeep(
+                    f"a value is made of more than {MAX_DEPTH} operations one after another; "
+                    "shorten the chain"
+                )
+            if host and (depth > MAX_HOST_DEPTH or weight > MAX_HOST_WEIGHT):
+                raise TooDeep(
+                    "a value is made of sizes and parameters by more than "
+                    f"{MAX_HOST_DEPTH} operations one after another, or {MAX_HOST_WEIGHT} with "
+                    "those of names counted at each use; shorten the chain"
+                )
+            found = Expr(op, args, type, attr, lo, hi, variance, host, depth, weight)
             self._interned[key] = found
         return found
 
@@ -230,7 +244,7 @@ class Graph:
         if a.op == "const":
             return self.const(int(max(min(a.attr, 9.0e18), -9.0e18)))
         bounds = (0, 1) if a.type == "bool" else None
-        if a.type == "float" and _never_negative(a):
+        if a.type == "float" and self._never_negative(a):
             bounds = (0, 2**63 - 1)
         return self.make("int", a, type="int", bounds=bounds)
 
@@ -289,6 +303,27 @@ class Graph:
             return self.unary(e.op, args[0])
         return self.make(e.op, *args, type=e.type, attr=e.attr, bounds=(e.lo, e.hi))
 
+    def _never_negative(self, e: Expr) -> bool:
+        """Whether a float is at least zero, or NaN, by the way it is made."""
+        if e not in self._signs:
+            self._signs[e] = self._find_never_negative(e)
+        return self._signs[e]
+
+    def _find_never_negative(self, e: Expr) -> bool:
+        if e.op == "const":
+            return math.copysign(1.0, e.attr) > 0
+        if e.op in ("abs", "sqrt", "uniform", "exp2", "power"):
+            return True
+        if e.op in ("add", "mul", "div", "min", "max", "floor"):
+            return all(map(self._never_negative, e.args))
+        if e.op == "select":
+            return all(map(self._never_negative, e.args[1:]))
+        if e.op == "fold":
+            f = e.attr
+            starts = f.kind in ("sum", "max") and f.init.op == "const" and f.init.attr >= 0
+            return starts and (f.kind == "max" or self._never_negative(f.body))
+        return e.op == "float" and e.args[0].lo >= 0
+
     def logic(self, op: str, a: Expr, b: Expr) -> Expr:
         for x, y in ((a, b), (b, a)):
             if x.op == "const":
@@ -343,23 +378,6 @@ def _bounds(op: str, a: Expr, b: Expr) -> tuple[int, int] | None:
 def _is_power(x: float) -> bool:
     """Whether x is a power of two whose reciprocal is as exact."""
     return abs(math.frexp(x)[0]) == 0.5 and 2.0**-100 <= abs(x) <= 2.0**100
-
-
-def _never_negative(e: Expr) -> bool:
-    """Whether a float is at least zero, or NaN, by the way it is made."""
-    if e.op == "const":
-        return math.copysign(1.0, e.attr) > 0
-    if e.op in ("abs", "sqrt", "uniform", "exp2", "power"):
-        return True
-    if e.op in ("add", "mul", "div", "min", "max", "floor"):
-        return all(_never_negative(a) for a in e.args)
-    if e.op == "select":
-        return all(_never_negative(a) for a in e.args[1:])
-    if e.op == "fold":
-        f = e.attr
-        starts = f.kind in ("sum", "max") and f.init.op == "const" and f.init.attr >= 0
-        return starts and (f.kind == "max" or _never_negative(f.body))
-    return e.op == "float" and e.args[0].lo >= 0
 
 
 def convert(graph: Graph, value: Expr, elem: ElemType) -> Expr:

@@ -24,7 +24,7 @@ from hipress.compll.front.arrays import (
     Write,
 )
 from hipress.compll.front.check import ParamValue, Part, Signature
-from hipress.compll.front.graph import FLOAT, Graph, convert
+from hipress.compll.front.graph import FLOAT, Graph, TooDeep, convert
 from hipress.compll.ir import Array, Expr, Fold, Kernel, loads, walk
 from hipress.compll.passes.schedule import NotFusable, schedule, validate
 
@@ -62,10 +62,11 @@ def encode_kernel(
 
     `params` gives every integer parameter a value; the wrappers of `variant` are fused in.
     """
-    try:
-        return _encode_kernel(pair, params, dtype, variant, fuse=True)
-    except NotFusable:
-        return _encode_kernel(pair, params, dtype, variant, fuse=False)
+    with check.limited(*pair.encode):
+        try:
+            return _encode_kernel(pair, params, dtype, variant, fuse=True)
+        except NotFusable:
+            return _encode_kernel(pair, params, dtype, variant, fuse=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def merge_kernel(
     """
     try:
         return _encode_kernel(pair, params, "f32", variant, fuse=True, frames=frames)
-    except NotFusable:
+    except (NotFusable, TooDeep):
         return None
 
 
@@ -198,6 +199,11 @@ def decode_kernel(
     pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", add: bool = False
 ) -> Kernel:
     """Returns the kernel that turns a payload body into alpha times a gradient, or adds that."""
+    with check.limited(*pair.decode):
+        return _decode_kernel(pair, params, dtype, add)
+
+
+def _decode_kernel(pair: Pair, params: Mapping[str, ParamValue], dtype: str, add: bool) -> Kernel:
     g = Graph()
     draft = Draft(g, enforces=True)
     parts = _received(draft, pair, params)

@@ -14,7 +14,12 @@ from typing import Any
 
 from hipress.compll import ir
 from hipress.compll.front.arrays import Draft, Write
+from hipress.compll.front.graph import TooDeep
 from hipress.compll.ir import Array, Expr, Fold, Store, walk
+
+MAX_LOOPS = 40
+MAX_VALUES = 4000
+"""What numba compiles in 30 s on one core; built-in codecs have up to 4 loops and 120 values."""
 
 
 class NotFusable(Exception):
@@ -27,7 +32,16 @@ def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> t
     `nonfinite` joins any pass. `states` are arrays that are read and written: their old values
     must last until all is read.
     """
-    return _Scheduler(draft, set(states)).run(nonfinite)
+    passes = _Scheduler(draft, set(states)).run(nonfinite)
+    num_loops = sum(len(p.phases) if isinstance(p, ir.Loop) else 1 for p in passes)
+    num_values = sum(1 for p in passes for _ in walk(ir.with_blocks(ir.pass_exprs(p))))
+    if num_loops > MAX_LOOPS or num_values > MAX_VALUES:
+        raise TooDeep(
+            f"{num_loops} loops over arrays compute {num_values} values; at most {MAX_LOOPS} loops "
+            f"and {MAX_VALUES:,} values are compiled, which takes half a minute; send parts that "
+            "need fewer"
+        )
+    return passes
 
 
 def block_of(exprs: Iterable[Expr]) -> int | None:

@@ -327,10 +327,12 @@ class Loops:
 
     def _inside(self, body: _Body, roots: list[Expr]) -> Known:
         texts: Known = {}
+        seen: set[Expr] = set()
 
         def visit(e: Expr) -> None:
-            if e in texts:
+            if e in seen:
                 return
+            seen.add(e)
             if e.op == "idx":
                 texts[e] = "(a + i)"
             elif e.op == "lidx":
