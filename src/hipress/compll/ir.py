@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 Type = Literal["float", "int", "bool"]
 
+INT_MIN, INT_MAX = -(2**63), 2**63 - 1
+
 MAX_NUMEL = 2**32 - 1
 """Most elements of one gradient: an index fits `uint32` on the wire."""
 
@@ -66,11 +68,18 @@ class Expr:
     """Made of sizes and parameters only: computed on the host, in double precision."""
     depth: int
     """Operations on the longest way down to a leaf."""
+    weight: int
+    """Operations of a host value, counted at each use: its text repeats them."""
 
     @property
     def narrow(self) -> bool:
         """Whether 32 signed bits hold every possible value of this int."""
         return -(2**31) <= self.lo and self.hi < 2**31
+
+    @property
+    def wraps(self) -> bool:
+        """Whether this int may be any of 64 bits: arithmetic that makes it may have wrapped."""
+        return self.lo == INT_MIN and self.hi == INT_MAX
 
     @property
     def is_load(self) -> bool:

@@ -246,10 +246,28 @@ class Draft:
         finally:
             self.fusing = before
 
-    def element(self, value: ArrayValue, ix: Expr) -> Expr:
-        """Returns an element for a pass, from memory where it mixes blocks of two sizes."""
+    def remembered(self, at: Callable[[Expr], Expr]) -> Callable[[Expr], Expr]:
+        """Returns `at` as a function that computes each element once.
+
+        An array made of two uses of another, and so on, would take twice as long at each step.
+        """
+        known: dict[tuple[Expr, bool, bool], Expr] = {}
+
+        def once(ix: Expr) -> Expr:
+            key = (ix, self.whole, self.fusing)
+            if key not in known:
+                known[key] = at(ix)
+            return known[key]
+
+        return once
+
+    def element(self, value: ArrayValue, ix: Expr, *beside: Expr) -> Expr:
+        """Returns an element for a pass, from memory where it mixes blocks of two sizes.
+
+        The pass computes the values `beside` too.
+        """
         found = value.at(ix)
-        if len(ir.block_sizes([found])) <= 1:
+        if len(ir.block_sizes([found, *beside])) <= 1:
             return found
         with self.unblocked():
             return value.at(ix)

@@ -112,7 +112,8 @@ class Loops:
         for array, codes in self.codes_in.items():
             out(f"_unpack{ir.STORAGE_BITS[array.storage]}({self.slices[array]}, {codes}, m)")
         for e, name in self.draws.items():
-            rng = "rng" if len(e.args) == 1 else f"_keyed({known[e.args[1]]})"
+            keys = self.printer.print(e.args[1:], out, known)
+            rng = f"_keyed({keys[0]})" if keys else "rng"
             out(f"_{e.op}s({name}, m, a, {e.attr}, {rng})")
         for e in walk(ir.with_blocks(self.roots)):
             block = {"bnum": "t", "bstart": "a", "blen": "m"}.get(e.op)
@@ -168,7 +169,7 @@ class Loops:
 
     def _accumulate(self, body: _Body, acc: str, f: Fold, text: str) -> None:
         if f.kind == "sum":
-            body(f"{acc} += {text}")
+            body(f"{acc} = {self.printer.combined(f, acc, text, body)}")
         elif f.kind == "or":
             body(f"{acc} |= i32({text})")
         elif f.kind in ("max", "min"):
@@ -307,7 +308,8 @@ class Loops:
         index, value = self._print(body, [p.index, p.value])
         body(f"k = i64({index})")
         old = loaded(p.array, f"{target}[k]")
-        body(f"{target}[k] = {stored(p.array, f'{old} + {value}')}")
+        total = f"_add({old}, {value})" if p.array.type == "int" else f"{old} + {value}"
+        body(f"{target}[k] = {stored(p.array, total)}")
         self._call(name, body, [])
 
     # Functions.
@@ -325,10 +327,12 @@ class Loops:
 
     def _inside(self, body: _Body, roots: list[Expr]) -> Known:
         texts: Known = {}
+        seen: set[Expr] = set()
 
         def visit(e: Expr) -> None:
-            if e in texts:
+            if e in seen:
                 return
+            seen.add(e)
             if e.op == "idx":
                 texts[e] = "(a + i)"
             elif e.op == "lidx":

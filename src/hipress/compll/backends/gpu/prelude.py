@@ -72,8 +72,9 @@ def _finite(x: Any) -> Any:
 
 def _idiv(a: Any, b: Any) -> Any:
     """Towards zero, as in C; by zero gives 0."""
-    q = tl.abs(a) // tl.maximum(tl.abs(b), 1)
-    return tl.where(b == 0, 0, tl.where((a < 0) == (b < 0), q, -q))
+    # The smallest int has no magnitude, and overflows divided by -1.
+    q = a // tl.where((b == 0) | (b == -1), 1, b)
+    return tl.where(b == 0, 0, tl.where(b == -1, -a, q))
 
 
 def _imod(a: Any, b: Any) -> Any:
