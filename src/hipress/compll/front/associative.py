@@ -1,8 +1,9 @@
-"""A reduction in, three elements for which its function is not associative out, if any are found.
+"""A reduction in, elements for which its function depends on the order out, if any are found.
 
-Backends join the elements of a reduction in groups of their own, so `f(f(a, b), c)` must be
-`f(a, f(b, c))`. Both are computed for elements that the program could meet: what the gradient and
-other inputs hold is drawn, always the same numbers, and the rest follows from the program.
+Backends join the elements of a reduction in groups of their own and a GPU in another order, so
+`f(f(a, b), c)` must be `f(a, f(b, c))`, and `f(a, b)` must be `f(b, a)`. All are computed for
+elements that the program could meet: what the gradient and other inputs hold is drawn, always the
+same numbers, and the rest follows from the program.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _TOLERANCE = 0.02
 """What rounding may do to a float, of the largest number involved; a bfloat16 has 8 bits."""
 
 
-def counter_example(fold: Fold) -> tuple[Any, ...] | None:
-    """Returns a, b, c, f(f(a, b), c) and f(a, f(b, c)) where the last two differ, or None."""
+def counter_example(fold: Fold) -> tuple[str, str] | None:
+    """Returns what the function lacks and an example of it in words, or None."""
     combine, carry, item = fold.combine, fold.carry, fold.item
     assert combine is not None and carry is not None and item is not None
     trial = _Trial()
@@ -33,14 +34,30 @@ def counter_example(fold: Fold) -> tuple[Any, ...] | None:
         def f(x: Any, y: Any) -> Any:
             return trial.value(combine, {carry: x, item: y})
 
-        all_five = np.array([a, b, c, f(f(a, b), c), f(a, f(b, c))])
-        left, right = all_five[3:]
-        differs = left != right
-        if fold.type == "float":
-            differs = np.abs(left - right) > _TOLERANCE * np.abs(all_five).max(axis=0)
-            differs &= np.isfinite(all_five).all(axis=0)
-    found = [tuple(row.tolist()) for row in all_five.T[differs]]
-    return min(found, key=lambda row: (len(str(row)), row), default=None)  # the shortest to read
+        grouped = np.array([a, b, c, f(f(a, b), c), f(a, f(b, c))])
+        swapped = np.array([a, b, f(a, b), f(b, a)])
+    if row := _shortest(grouped, fold.type):
+        x, y, z, left, right = row
+        return "associative", f"f(f({x}, {y}), {z}) is {left}, but f({x}, f({y}, {z})) is {right}"
+    if row := _shortest(swapped, fold.type):
+        x, y, left, right = row
+        return "commutative", f"f({x}, {y}) is {left}, but f({y}, {x}) is {right}"
+    return None
+
+
+def _shortest(rows: Any, kind: str) -> list[str] | None:
+    """Returns the column whose last two numbers differ and that is the shortest to read."""
+    left, right = rows[-2:]
+    differs = left != right
+    if kind == "float":
+        with np.errstate(all="ignore"):
+            differs = np.abs(left - right) > _TOLERANCE * np.abs(rows).max(axis=0)
+        differs &= np.isfinite(rows).all(axis=0)
+    found = [tuple(row.tolist()) for row in rows.T[differs]]
+    if not found:
+        return None
+    chosen = min(found, key=lambda row: (len(str(row)), row))
+    return [str(x) if isinstance(x, int) else f"{x:.6g}" for x in chosen]
 
 
 class _Trial:

@@ -198,17 +198,16 @@ def _folding(
 
 
 def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`reduce(a, init, f)`: f must be associative; the order is the backend's."""
+    """`reduce(a, init, f)`: f must be associative and commutative; the order is the backend's."""
     fold, elem = _folding(checker, node, env, checker.array(node.args[0], env))
     found = counter_example(fold) if fold.kind == "fold" else None
     if found is not None:
-        a, b, c, left, right = (str(x) if isinstance(x, int) else f"{x:.6g}" for x in found)
+        lacks, example = found
         checker.fail(
             node.args[2],
-            "the function of a reduction must be associative, because backends join elements in "
-            f"groups of their own; f(f({a}, {b}), {c}) is {left}, but f({a}, f({b}, {c})) is "
-            f"{right}; change the elements with map before, or use scan, which goes from left "
-            "to right",
+            f"the function of a reduction must be {lacks}, because backends join elements in an "
+            f"order of their own; {example}; change the elements with map before, decide ties by "
+            "more than the order, or use scan, which goes from left to right",
         )
     return Scalar(checker.draft.graph.fold(_shared(checker, fold)), elem)
 
