@@ -522,7 +522,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "integer division rounds down",
         "compll/backends/cpu/prelude.py",
-        "return q if (a < 0) == (b < 0) else -q",
+        "return i64(q if (a < 0) == (b < 0) else u64(0) - q)",
         "return i64(a) // i64(b)",
         ("tests/compll/test_language.py::test_numbers",),
     ),
