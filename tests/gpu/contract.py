@@ -45,6 +45,7 @@ from tests.codecs.cases import (
     ulps,
 )
 from tests.codecs.damage import damaged
+from tests.compll.block_programs import BODIES
 from tests.compll.generate import Program, programs
 from tests.compll.harness import MU_VALUE, bound
 from tests.grid import thinned
@@ -798,6 +799,8 @@ OWN = {
                          map(g, [&](float x) -> int { return 2; }), g.size);
         float* a = map(b, [&](int v) -> float { return v; });""",
 }
+BLOCKS = {f"{what} in blocks": f"float a[g.size]; {body}" for what, body in BODIES.items()}
+QUICK_BLOCKS = ("the largest, put back", "filtered with little room", "stored and repeated")
 REFUSED = {
     "from left to right": """
         float* a = scan(g, 1.0, [&](float a, float b) -> float { return a * 0.5 + b; });""",
@@ -809,12 +812,15 @@ def own(body: str, backend: str) -> ProgramCodec:
     return ProgramCodec(bound(text, {}), name="x", backend=backend)
 
 
-@pytest.mark.parametrize("what", OWN)
+@pytest.mark.parametrize(
+    "what",
+    [*OWN, *thinned(BLOCKS, keep=[f"{what} in blocks" for what in QUICK_BLOCKS])],
+)
 def test_a_program_means_the_same(what: str) -> None:
     for n in (7, 5003):
         x = gaussian(n, seed=3)
-        want = own(OWN[what], "reference").encode(x, {})
-        assert torch.equal(own(OWN[what], "gpu").encode(x.to(DEVICE), {}).cpu(), want)
+        want = own((OWN | BLOCKS)[what], "reference").encode(x, {})
+        assert torch.equal(own((OWN | BLOCKS)[what], "gpu").encode(x.to(DEVICE), {}).cpu(), want)
 
 
 @pytest.mark.parametrize("why", REFUSED)

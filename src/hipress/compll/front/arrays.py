@@ -47,6 +47,42 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class InBytes:
+    """Codes of 3, 5, 6 or 12 bits in an array of bytes, low bits first."""
+
+    draft: Draft
+    array: Array
+    elem: ElemType
+    length: Expr
+
+    def at(self, ix: Expr) -> Expr:
+        g, bits = self.draft.graph, self.elem.bits
+        if ix is not g.idx(self.length):
+            last = g.binary("sub", self.length, g.const(1))
+            ix = g.binary("max", g.binary("min", ix, last), g.const(0))
+        bit = g.binary("mul", ix, g.const(bits))
+        byte = g.binary("shr", bit, g.const(3))
+        low = g.load(self.array, byte)
+        high = g.load(self.array, g.binary("add", byte, g.const(1)))
+        both = g.binary("or", low, g.binary("shl", high, g.const(8)))
+        code = g.binary("shr", both, g.binary("and", bit, g.const(7)))
+        return g.binary("and", code, g.const(2**bits - 1))
+
+
+def byte_of(g: Graph, codes: Array, length: Expr, bits: int, j: Expr) -> Expr:
+    """Returns byte j of codes that stand side by side; beyond the last code there are zeros."""
+    bit = g.binary("mul", j, g.const(8))
+    first = g.binary("idiv", bit, g.const(bits))
+    skip = g.binary("sub", bit, g.binary("mul", first, g.const(bits)))
+    total = g.const(0)
+    for k in range(-(-(7 + bits) // bits)):
+        at = g.binary("add", first, g.const(k))
+        code = g.select(g.binary("lt", at, length), g.load(codes, at), g.const(0))
+        total = g.binary("or", total, g.binary("shl", code, g.const(k * bits)))
+    return g.binary("and", g.binary("shr", total, skip), g.const(255))
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
     """An array given by a function of the index."""
 
@@ -158,6 +194,22 @@ class PerBlock(_FromBlocks):
         return self.draft.blocks(self.size)
 
 
+@dataclass(frozen=True, slots=True)
+class InRows(_FromBlocks):
+    """An array with a row of `count` elements for each block of the gradient."""
+
+    count: int
+
+    @property
+    def length(self) -> Expr:
+        g = self.draft.graph
+        return g.binary("mul", self.draft.blocks(self.size), g.const(self.count))
+
+    @property
+    def row(self) -> ir.Row:
+        return ir.Row(self.size, self.count, self.draft.graph.const(self.count))
+
+
 class InBlocks(_FromBlocks):
     """An array as long as the gradient, made block by block."""
 
@@ -187,6 +239,29 @@ class Sliced:
 
 
 @dataclass(frozen=True, slots=True)
+class SlicedRow:
+    """A block's row of an array that has `count` elements for each block."""
+
+    graph: Graph
+    array: ArrayValue
+    size: int
+    count: int
+
+    @property
+    def length(self) -> Expr:
+        return self.graph.const(self.count)
+
+    @property
+    def elem(self) -> ElemType:
+        return self.array.elem
+
+    def at(self, ix: Expr) -> Expr:
+        g = self.graph
+        start = g.binary("mul", g.block("bnum", self.size), g.const(self.count))
+        return self.array.at(g.binary("add", start, ix))
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """`array[i] = value` over a whole domain."""
 
@@ -197,9 +272,10 @@ class Write:
     final: bool
     """An output: nothing in this kernel reads it back, so a later pass will do as well."""
     each: str = "element"
-    """`element`, `block` or `scalar`: how many values there are."""
+    """`element`, `block`, `row` or `scalar`: how many values there are."""
     block: int | None = None
-    """For `block`: the block size."""
+    """For `block` and `row`: the block size."""
+    row: ir.Row | None = None
 
 
 @dataclass(eq=False)
@@ -216,6 +292,8 @@ class Draft:
     temps: list[Array] = field(default_factory=list)
     folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
     """Reductions by what they are, so that equal ones are one."""
+    locals: dict[tuple[object, ...], ir.Local] = field(default_factory=dict)
+    """Arrays of blocks, in the same way."""
     limits: dict[Expr, Expr] = field(default_factory=dict)
     """Largest value, known to the host, of each length that is not."""
     enforces: bool = False
@@ -247,7 +325,9 @@ class Draft:
     def element(self, value: ArrayValue, ix: Expr) -> Expr:
         """Returns an element for a pass, from memory where it mixes blocks of two sizes."""
         found = value.at(ix)
-        if len(ir.block_sizes([found])) <= 1:
+        sizes = ir.block_sizes([found])
+        # Blocks are those of the gradient: over another length a pass has none.
+        if not sizes or (len(sizes) == 1 and (ix.op != "idx" or ix.attr is self.graph.n)):
             return found
         with self.unblocked():
             return value.at(ix)
@@ -281,8 +361,13 @@ class Draft:
         return made + [s.value for s in self.sorts if s.values is array]
 
     def blocks(self, size: int) -> Expr:
-        g = self.graph
-        return g.binary("idiv", g.binary("add", g.n, g.const(size - 1)), g.const(size))
+        return self.graph.blocks(size)
+
+    def local(self, made: ir.Local) -> ir.Local:
+        """Returns the equal array of a block that was made before, if any."""
+        scan = None if made.fold is None else (made.fold.init, made.fold.combine, made.fold.kind)
+        key = (made.kind, made.body, made.block, made.row, made.room, made.index, made.size, scan)
+        return self.locals.setdefault(key, made)
 
     def capacity(self, value: ArrayValue) -> Expr:
         """Returns the most elements an array can have, known to the host."""
@@ -317,6 +402,12 @@ class Draft:
                 self.writes.append(
                     Write(self._stored[key], value.value, self.graph.n, False, "block", value.size)
                 )
+            return self._stored[key]
+        if isinstance(value, InRows):
+            key = ("row", value.value, value.count)
+            if key not in self._stored:
+                self._stored[key] = self.temp(value.elem, value.length)
+                self.writes.append(row_write(self._stored[key], value, final=False))
             return self._stored[key]
         before, self.whole = self.whole, False  # written by a pass of its own, which has blocks
         body = self.element(value, self.graph.idx(value.length))
@@ -357,3 +448,8 @@ class Draft:
         array = self.temp(elem, fold.length)
         self.scans.append(ir.Scan(fold, array))
         return array
+
+
+def row_write(array: Array, value: InRows, *, final: bool) -> Write:
+    n = value.draft.graph.n
+    return Write(array, value.value, n, final, "row", value.size, value.row)

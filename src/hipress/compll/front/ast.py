@@ -147,6 +147,15 @@ class Per(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class Repeat(Node):
+    """`repeat (i, count) { ... }`: the statements for each i from 0 to count - 1."""
+
+    name: str
+    count: Expr
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Do(Node):
     """An expression on its own line; only `extract(...)` means something there."""
 
@@ -191,4 +200,4 @@ class Source:
 
 
 Expr: TypeAlias = Number | Name | Unary | Binary | Ternary | Member | Index | Call | Lambda
-Statement: TypeAlias = Declare | Assign | If | Return | Per | Do
+Statement: TypeAlias = Declare | Assign | If | Return | Per | Repeat | Do

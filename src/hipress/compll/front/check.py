@@ -16,17 +16,22 @@ from hipress.compll.front.arrays import (
     Computed,
     Draft,
     InBlocks,
+    InRows,
     PerBlock,
     Sliced,
+    SlicedRow,
     Stored,
 )
-from hipress.compll.front.expressions import Expressions
-from hipress.compll.front.graph import BOOL, FLOAT, ElemType, Graph, TooDeep, convert
+from hipress.compll.front.expressions import WIDTHS, Expressions
+from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, Graph, TooDeep, convert
 from hipress.compll.front.parse import TYPES
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.ir import Array, Expr, Require
 
 ParamValue = int | float
+
+MAX_TURNS = 64
+"""Most turns of a `repeat`: each is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ def signature(source: ast.Source, function: ast.Function) -> Signature:
     return Signature(gradients[0], payloads[0], states, tuple(params))
 
 
-_SCALARS = ("float", "int", "uint", "uint1", "uint2", "uint4", "uint8", "uint16", "uint32")
+_SCALARS = ("float", "int", "uint", *(f"uint{bits}" for bits in WIDTHS))
 
 
 def _fields(check: Expressions, block: ast.ParamBlock) -> list[Param]:
@@ -159,7 +164,11 @@ def evaluate(
     try:
         checker.statements(function.body, env)
     except TooDeep:
-        checker.fail(function, "a value is made of too many operations one after another")
+        checker.fail(
+            function,
+            "a value is made of too many operations one after another; store(...) an array "
+            "that others are made of",
+        )
     if gradient is None:
         made = env.names[roles.gradient.name]
         if isinstance(made, Unset):
@@ -223,6 +232,8 @@ class _Checker(Expressions):
             self._if(s, env)
         elif isinstance(s, ast.Per):
             self._per(s, env)
+        elif isinstance(s, ast.Repeat):
+            self._repeat(s, env)
         elif isinstance(s, ast.Do):
             call = s.value
             if not (isinstance(call, ast.Call) and call.name == "extract"):
@@ -283,6 +294,21 @@ class _Checker(Expressions):
         self.statements(s.no, Env(outer=env))
         self.merge(s, cond, yes, env)
 
+    def _repeat(self, s: ast.Repeat, env: Env) -> None:
+        count = self.scalar(s.count, env)
+        if count.op != "const" or count.type != "int" or not 0 <= count.attr <= MAX_TURNS:
+            self.fail(
+                s.count,
+                "the number of turns is made of integer parameters and literals, from 0 to "
+                f"{MAX_TURNS}",
+            )
+        around = self.turns
+        for turn in range(count.attr):
+            self.turns = (*around, turn)
+            number = Scalar(self.graph.const(turn), INT)
+            self.statements(s.body, Env({s.name: number}, env))
+        self.turns = around
+
     def _per(self, s: ast.Per, env: Env) -> None:
         if env.per() is not None:
             self.fail(s, "a per scope cannot stand inside another")
@@ -298,9 +324,9 @@ class _Checker(Expressions):
         scope = Env(outer=env, block=size.attr)
         self.statements(s.body, scope)
         for name, made in scope.names.items():
-            if isinstance(made, Scalar | Computed | Sliced):
+            if isinstance(made, Scalar | Computed | Sliced | SlicedRow):
                 old = env.names.get(name)
-                if old is not None and not isinstance(old, PerBlock | InBlocks):
+                if old is not None and not isinstance(old, PerBlock | InBlocks | InRows):
                     self.fail(s, f"{name!r} is declared twice")
                 env.names[name] = self._leave(name, made, s, scope)
 
@@ -311,13 +337,22 @@ class _Checker(Expressions):
         if isinstance(made, Scalar):
             return PerBlock(self.draft, made.value, size, made.elem)
         assert not isinstance(made, Func | Struct | Unset)
-        if made.length is not self.graph.block("blen", size):
+        g = self.graph
+        if made.length is g.block("blen", size):
+            return InBlocks(self.draft, made.at(g.block("lidx", size)), size, made.elem)
+        most = self.draft.capacity(made)
+        if most.op != "const" or most.attr <= 0:
             self.fail(
                 node,
-                f"{name!r} leaves the per scope with {self.show(made.length)} "
-                "in each block; only arrays as long as the block can",
+                f"{name!r} leaves the per scope with {self.show(made.length)} in each block; only "
+                "arrays as long as the block, or with a fixed number of places, can",
             )
-        return InBlocks(self.draft, made.at(self.graph.block("lidx", size)), size, made.elem)
+        index = g.ridx(size, most.attr)
+        value = made.at(index)
+        if made.length is not most:  # places that are not used are zero
+            in_use = g.binary("lt", index, made.length)
+            value = g.select(in_use, value, convert(g, g.const(0), made.elem))
+        return InRows(self.draft, value, size, made.elem, most.attr)
 
     def _part(self, node: ast.Expr, env: Env) -> Part:
         value = self.value(node, env)

@@ -9,8 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hipress.compll.front import ast
-from hipress.compll.front.arrays import ArrayValue, Computed, Kept, Ordered, Sliced, Spread, Stored
+from hipress.compll.front import ast, inblock
+from hipress.compll.front.arrays import (
+    ArrayValue,
+    Computed,
+    Kept,
+    Ordered,
+    Sliced,
+    SlicedRow,
+    Spread,
+    Stored,
+)
 from hipress.compll.front.graph import FLOAT, INT, ElemType, convert
 from hipress.compll.front.scope import Binding, Env, Func, Scalar
 from hipress.compll.ir import Expr, Filter, Fold, Require, Sort
@@ -23,11 +32,19 @@ Operator = Callable[["Expressions", ast.Call, "Env"], "Binding"]
 
 def element(checker: Expressions, array: ArrayValue, ix: Expr) -> Expr:
     """Returns the element at an index that a program computed: clamped into the array."""
-    if ix is _domain(checker, array.length) or not isinstance(array, Computed | Sliced | Kept):
+    if ix is _domain(checker, array.length) or not isinstance(
+        array, Computed | Sliced | SlicedRow | Kept
+    ):
         return array.at(ix)  # what lies in memory clamps for itself
     g = checker.graph
+    array = inblock.elsewhere(checker, array)
     last = g.binary("sub", array.length, g.const(1))
-    return array.at(g.binary("max", g.binary("min", ix, last), g.const(0)))
+    if not (ix.lo >= 0 and last.op == "const" and ix.hi <= last.attr):
+        ix = g.binary("max", g.binary("min", ix, last), g.const(0))
+    if array.length.variance != 1 or array.length.op == "blen":
+        return array.at(ix)
+    some = g.binary("lt", g.const(0), array.length)  # a row may have no element in use
+    return g.select(some, array.at(ix), convert(g, g.const(0), array.elem))
 
 
 def retyped(checker: Expressions, value: ArrayValue, elem: ElemType) -> ArrayValue:
@@ -46,31 +63,39 @@ def _domain(checker: Expressions, length: Expr) -> Expr:
     return checker.graph.idx(length)
 
 
-def _position(checker: Expressions, length: Expr, ix: Expr) -> Expr:
+def _position(checker: Expressions, env: Env, length: Expr, ix: Expr) -> Expr:
     """Returns the index that `random` draws for: in the whole array, also in a per scope."""
+    g = checker.graph
     if length.op == "blen":
-        return checker.graph.binary("add", checker.graph.block("bstart", length.attr), ix)
+        return g.binary("add", g.block("bstart", length.attr), ix)
+    most, scope = checker.draft.limits.get(length, length), env.per()
+    if scope is not None and scope.block is not None and most.op == "const":
+        return g.binary("add", g.binary("mul", g.block("bnum", scope.block), most), ix)
     return ix
 
 
 def _whole_array(checker: Expressions, node: ast.Call, env: Env, k: int = 0) -> ArrayValue:
     array = checker.array(node.args[k], env)
-    if array.length.op == "blen":
+    if inblock.domain(checker, env, array) is not None:
         checker.fail(node, f"{node.name} works on whole arrays; it cannot stand in a per scope")
     return array
 
 
 def _known_array(checker: Expressions, node: ast.Call, env: Env) -> ArrayValue:
     array = _whole_array(checker, node, env)
+    _known_length(checker, node, array)
+    return array
+
+
+def _known_length(checker: Expressions, node: ast.Call, array: ArrayValue) -> None:
     if not array.length.host:
         checker.fail(
             node, f"{node.name} works on arrays whose length is known; this one is filtered"
         )
-    return array
 
 
 def _indices(checker: Expressions, node: ast.Call, env: Env, k: int) -> ArrayValue:
-    index = _whole_array(checker, node, env, k)
+    index = checker.array(node.args[k], env)
     if index.elem.kind not in ("int", "uint"):
         checker.fail(node.args[k], f"indices are ints; this is {index.elem}*")
     return index
@@ -78,6 +103,7 @@ def _indices(checker: Expressions, node: ast.Call, env: Env, k: int) -> ArrayVal
 
 _BUILTIN = {
     **dict.fromkeys(("abs", "floor", "sqrt", "exp2", "log2", "sign", "exponent"), 1),
+    **dict.fromkeys(("bits", "from_bits"), 1),
     **dict.fromkeys(("min", "max"), 2),
 }
 
@@ -103,8 +129,15 @@ def _function(
             node, f"a lambda of {num_args} arguments is needed; this takes {len(func.code.args)}"
         )
     # An array is computed when it is used; the lambda must see its names as they are now.
-    given = Func(func.code, func.env.frozen())
-    return lambda args, position: checker.apply(node, given, args, position).value, given
+    given, turns = Func(func.code, func.env.frozen()), checker.turns
+
+    def call(args: list[Expr], position: Expr | None) -> Expr:
+        before, checker.turns = checker.turns, turns
+        value = checker.apply(node, given, args, position).value
+        checker.turns = before
+        return value
+
+    return call, given
 
 
 def _apply_builtin(checker: Expressions, name: str, args: list[Expr]) -> Expr:
@@ -115,7 +148,9 @@ def _apply_builtin(checker: Expressions, name: str, args: list[Expr]) -> Expr:
         value = g.to_int(value)
     if name == "floor" and value.type == "int":
         return value
-    if name in ("sqrt", "exp2", "log2", "exponent"):
+    if name == "from_bits":
+        return g.unary(name, g.to_int(value))
+    if name in ("sqrt", "exp2", "log2", "exponent", "bits"):
         value = g.to_float(value)
     return g.unary(name, value)
 
@@ -125,7 +160,9 @@ def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     arrays = [checker.array(a, env) for a in node.args[:-1]]
     f, func = _function(checker, node.args[-1], env, len(arrays))
     first = arrays[0]
-    elem = checker.elem(func.code.returns, func.env) if func is not None else first.elem
+    named = node.args[-1].id if isinstance(node.args[-1], ast.Name) else ""
+    given = {"bits": ElemType("uint", 32), "from_bits": FLOAT}.get(named, first.elem)
+    elem = checker.elem(func.code.returns, func.env) if func is not None else given
     for other, place in zip(arrays[1:], node.args[1:], strict=False):
         if other.length is not first.length:
             checker.fail(
@@ -147,7 +184,9 @@ def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
             return source
 
     def at(ix: Expr) -> Expr:
-        return convert(g, f([a.at(ix) for a in arrays], _position(checker, first.length, ix)), elem)
+        return convert(
+            g, f([a.at(ix) for a in arrays], _position(checker, env, first.length, ix)), elem
+        )
 
     at(_domain(checker, first.length))  # a wrong lambda is found here, not where it is used
     return Computed(first.length, elem, at)
@@ -176,7 +215,9 @@ def _folding(
     init = convert(g, checker.scalar(node.args[1], env), elem)
     if init.variance == 2:
         checker.fail(node.args[1], "the start of a reduction is the same for all elements")
-    body = convert(g, checker.draft.element(array, _domain(checker, array.length)), elem)
+    over = inblock.domain(checker, env, array)
+    ix = _domain(checker, array.length) if over is None else over.ix
+    body = convert(g, checker.draft.element(array, ix), elem)
     # Two leaves that stand for f's arguments; their sites are out of any program's reach.
     carry = g.make("param", type=body.type, attr="<carry>", variance=2, host=False)
     item = g.make("param", type=body.type, attr="<item>", variance=2, host=False)
@@ -189,10 +230,11 @@ def _folding(
         for pair in ((carry, item), (item, carry))
     }
     kind = kinds.get(combine, "fold")
-    block = array.length.attr if array.length.op == "blen" else None
+    block, row = (None, None) if over is None else (over.block, over.row)
     length = g.n if block is not None else array.length
-    rest = (combine, carry, item) if kind == "fold" else (None, None, None)
-    return Fold(kind, body.type, init, body, length, block, *rest), elem  # type: ignore[arg-type]
+    own = {"combine": combine, "carry": carry, "item": item} if kind == "fold" else {}
+    fold = Fold(kind, body.type, init, body, length, block, row=row, **own)  # type: ignore[arg-type]
+    return fold, elem
 
 
 def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -203,13 +245,17 @@ def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def _shared(checker: Expressions, fold: Fold) -> Fold:
     """Returns the equal reduction that was made before, if any, so that it runs once."""
-    key = (fold.kind, fold.type, fold.init, fold.body, fold.length, fold.block, fold.combine)
+    what = (fold.kind, fold.type, fold.init, fold.body, fold.length, fold.block)
+    key = (*what, fold.combine, fold.row)
     return checker.draft.folds.setdefault(key, fold)
 
 
 def scan_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scan(a, init, f)`: all the partial results of `reduce`, the first including a[0]."""
-    array = _whole_array(checker, node, env)
+    array = checker.array(node.args[0], env)
+    over = inblock.domain(checker, env, array)
+    if over is not None:
+        return inblock.scanned(checker, over, *_folding(checker, node, env, array))
     with checker.draft.unblocked():
         fold, elem = _folding(checker, node, env, array)
     return Stored(checker.draft, checker.draft.scanned(fold, elem), elem)
@@ -217,10 +263,21 @@ def scan_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`filter(a, keep[, capacity])`: elements that pass, in order; surplus is left out."""
-    array = _whole_array(checker, node, env)
+    array = checker.array(node.args[0], env)
     if isinstance(array, Kept):
         checker.fail(node, "a filtered array cannot be filtered again; join the two conditions")
     keep, _ = _function(checker, node.args[1], env, 1)
+
+    def taken(ix: Expr) -> Expr:
+        position = _position(checker, env, array.length, ix)
+        return checker.graph.to_bool(keep([array.at(ix)], position))
+
+    over = inblock.domain(checker, env, array, taken)
+    if over is not None:
+        room = over.room
+        if len(node.args) == 3:
+            room = min(room, inblock.room(checker, node.args[2], env, "the capacity of a filter"))
+        return inblock.filtered(checker, over, array, taken(over.ix), room)
     ix = _domain(checker, array.length)
     with checker.draft.unblocked():
         cond = checker.graph.to_bool(keep([array.at(ix)], ix))
@@ -234,13 +291,23 @@ def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def sort_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sort(a[, key])`: ascending by element or by key; equal ones keep their order."""
-    array = _known_array(checker, node, env)
+    array = checker.array(node.args[0], env)
+    f = _function(checker, node.args[1], env, 1)[0] if len(node.args) == 2 else None
+
+    def key_at(ix: Expr) -> Expr:
+        position = _position(checker, env, array.length, ix)
+        return array.at(ix) if f is None else f([array.at(ix)], position)
+
+    over = inblock.domain(checker, env, array, key_at)
+    if over is not None:
+        return inblock.ordered(checker, over, array, key_at(over.ix))
+    _known_length(checker, node, array)
     draft, ix = checker.draft, _domain(checker, array.length)
     body = array.at(ix)
     values = draft.temp(array.elem, array.length)
     key, keys = body, None
-    if len(node.args) == 2:
-        key = _function(checker, node.args[1], env, 1)[0]([body], ix)
+    if f is not None:
+        key = f([body], ix)
         if key is not body:
             keys = draft.temp(FLOAT if key.type == "float" else INT, array.length)
     sort = Sort(body, key, array.length, values, keys)
@@ -298,17 +365,25 @@ def scatter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
             f"{checker.show(value.length)}; scatter takes one value per index",
         )
     size = checker.size(node.args[2], env)
+    over = inblock.domain(checker, env, index, value.at)
+    if over is not None:
+        return inblock.scattered(checker, node, over, index, value, size)
     return Spread(checker.draft, index, value, size, value.elem)
 
 
 def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`first(a, count)`: the first `count` elements; more than there are is an error."""
-    array, count = _whole_array(checker, node, env), checker.scalar(node.args[1], env)
+    array, count = checker.array(node.args[0], env), checker.scalar(node.args[1], env)
     if count.type != "int":
         checker.fail(node.args[1], "a count is an int; this is a float")
     if count is array.length:
         return array
     g = checker.graph
+    over = inblock.domain(checker, env, array)
+    if over is not None:
+        count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
+        checker.draft.limits[count] = g.const(over.room)
+        return Computed(count, array.elem, array.at)
     low = g.binary("le", g.const(0), count)
     high = g.binary("le", count, array.length)
     checker.draft.requires.append(
@@ -321,6 +396,35 @@ def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     # The element's own domain ends at `count`; the load is clamped to the array all the same.
     distinct = isinstance(array, Computed | Stored) and array.distinct
     return Computed(count, array.elem, array.at, distinct=distinct)
+
+
+def largest_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
+    """`largest(a, k)`: the indices of the k largest elements, in ascending order."""
+    array = checker.array(node.args[0], env)
+    over = inblock.domain(checker, env, array)
+    if over is None:
+        checker.fail(
+            node,
+            "largest works on a block: write it in a per scope; of a whole array, filter the "
+            "elements that reach sort(a)[a.size - k]",
+        )
+    count = inblock.room(checker, node.args[1], env, "the number of largest elements")
+    return inblock.largest(checker, over, array.at(over.ix), min(count, over.room))
+
+
+def store_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
+    """`store(a)`: the same elements in memory, so that each is computed once."""
+    array = checker.array(node.args[0], env)
+    if isinstance(array, Stored | Kept | Ordered | Spread):
+        return array  # in memory anyhow
+    over = inblock.domain(checker, env, array)
+    if over is not None:
+        return inblock.kept(checker, over, array)
+    with checker.draft.unblocked():
+        memory = checker.draft.stored(array)
+    if memory.length is array.length:
+        return Stored(checker.draft, memory, array.elem)
+    return Computed(array.length, array.elem, lambda ix: checker.graph.load(memory, ix))
 
 
 def blocks_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -405,7 +509,20 @@ def _misplaced(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 
 WHOLE = frozenset(
-    {"map", "range", "reduce", "scan", "filter", "sort", "sample", "gather", "scatter", "first"}
+    {
+        "map",
+        "range",
+        "reduce",
+        "scan",
+        "filter",
+        "sort",
+        "sample",
+        "gather",
+        "scatter",
+        "first",
+        "largest",
+        "store",
+    }
 )
 """Operators that make or use whole arrays: not for inside a lambda, once per element."""
 
@@ -422,6 +539,8 @@ OPERATORS: dict[str, tuple[Operator, int, int]] = {
     "gather": (gather_, 2, 2),
     "scatter": (scatter_, 3, 3),
     "first": (first_, 2, 2),
+    "largest": (largest_, 2, 2),
+    "store": (store_, 1, 1),
     "blocks": (blocks_, 2, 2),
     "random": (random_, 2, 3),
     "concat": (_misplaced, 0, ANY),

@@ -17,11 +17,15 @@ from hipress.compll.front.arrays import (
     ArrayValue,
     Computed,
     Draft,
+    InBytes,
+    InRows,
     Kept,
     PerBlock,
     Spread,
     Stored,
     Write,
+    byte_of,
+    row_write,
 )
 from hipress.compll.front.check import ParamValue, Part, Signature
 from hipress.compll.front.graph import FLOAT, Graph, convert
@@ -39,9 +43,6 @@ class Variant:
 
 
 PLAIN = Variant()
-
-_STATES = ("state", "residual", "momentum")
-"""How the names of state arrays start."""
 
 ALPHA = "@alpha"
 MU = "@mu"
@@ -290,7 +291,8 @@ def _flag(g: Graph, value: Expr, states: list[Expr]) -> Fold:
         asked = {e: g.const(False) for e in walk([new]) if e.op == "taken"}
         left = g.substitute(new, asked)
         elsewhere = any(e.op == "load" and e.args[0].op != "idx" for e in walk([left]))
-        waits = any(e.op in ("fold", "load_clamped", "pick", "count") for e in walk([left]))
+        late = ("fold", "load_clamped", "pick", "count", "local")
+        waits = any(e.op in late for e in walk([left]))
         if left.op != "load" and not (elsewhere or waits):
             bad = g.logic("lor", bad, g.unary("not", g.unary("finite", left)))
     return Fold("or", "bool", g.const(False), bad, g.n, None)
@@ -315,16 +317,26 @@ def _section(draft: Draft, k: int, part: Part) -> ir.Section:
         array = Array(name, storage, g.const(1))
         draft.writes.append(Write(array, value, g.const(1), True, "scalar"))
         return ir.Section(array, True)
-    array = Array(name, storage, draft.capacity(value))
+    length = draft.capacity(value)
+    if part.elem.in_bytes:
+        array = Array(name, "u8", _num_bytes(g, length, part.elem.bits))
+        sent = byte_of(g, draft.stored(value), length, part.elem.bits, g.idx(array.length))
+        draft.writes.append(Write(array, sent, array.length, True))
+        return ir.Section(array, False)
+    array = Array(name, storage, length)
     packed = part.elem.bits in (1, 2, 4)
     if isinstance(value, Kept) and not packed:
         draft.emits.append((value.filter, array, value.element))
     elif isinstance(value, PerBlock) and not packed:
         draft.writes.append(Write(array, value.value, g.n, True, "block", value.size))
+    elif isinstance(value, InRows) and not ir.splits_bytes(array, value.count):
+        draft.writes.append(row_write(array, value, final=True))
     elif isinstance(value, Spread) and value.elem.kind == "float":
         draft.scatter_into(array, value, clear=True)
     else:
-        if isinstance(value, PerBlock):  # collected as bytes first, packed by a pass of its own
+        if isinstance(
+            value, PerBlock | InRows
+        ):  # collected as bytes first, packed by a pass of its own
             value = Stored(draft, draft.stored(value), part.elem)
         i = g.idx(array.length)
         sent = draft.element(value, i)
@@ -357,10 +369,20 @@ def _received(
         distinct = isinstance(value, Computed) and value.distinct
         if isinstance(value, Kept):  # the places that a filter let through
             distinct = value.element is g.idx(value.filter.length)
-        array = Array(name, storage, aside.capacity(value))
+        length = aside.capacity(value)
+        if part.elem.in_bytes:
+            array = Array(name, "u8", _num_bytes(g, length, part.elem.bits))
+            parts.append(Part(part.elem, InBytes(draft, array, part.elem, length)))
+            continue
+        array = Array(name, storage, length)
         stored = Stored(draft, array, part.elem, distinct)
         parts.append(Part(part.elem, stored))
     return parts
+
+
+def _num_bytes(g: Graph, length: Expr, bits: int) -> Expr:
+    whole = g.binary("add", g.binary("mul", length, g.const(bits)), g.const(7))
+    return g.binary("idiv", g.binary("max", whole, g.const(0)), g.const(8))
 
 
 def _sections(parts: Iterable[Part]) -> tuple[ir.Section, ...]:
@@ -369,7 +391,7 @@ def _sections(parts: Iterable[Part]) -> tuple[ir.Section, ...]:
         if isinstance(part.value, Expr):
             sections.append(ir.Section(part.value.attr, True))
         else:
-            assert isinstance(part.value, Stored)
+            assert isinstance(part.value, Stored | InBytes)
             sections.append(ir.Section(part.value.array, False))
     return tuple(sections)
 
@@ -385,8 +407,8 @@ def _decoded(
 def _stored_first(draft: Draft, new: Expr) -> Expr:
     """Returns a state's new value, which is stored first if it reads states at other indices."""
     g = draft.graph
-    reads = [e for e in walk([new]) if e.is_load]
-    aside = [e for e in reads if e.args[0].op != "idx" and e.attr.name.startswith(_STATES)]
+    reads = [e for e in walk(ir.with_blocks([new])) if e.is_load]
+    aside = [e for e in reads if e.args[0].op != "idx" and e.attr.is_state]
     if not aside:
         return new
     temp = draft.temp(FLOAT, g.n)

@@ -45,11 +45,13 @@ class _Open:
     folds: list[Fold] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     block_stores: list[Store] = field(default_factory=list)
+    row_stores: list[Store] = field(default_factory=list)
     emits: list[Store] = field(default_factory=list)
 
     def exprs(self) -> list[Expr]:
         out = [e for f in self.folds for e in f.exprs]
-        out += [s.value for s in (*self.stores, *self.block_stores, *self.emits)]
+        writes = (*self.stores, *self.block_stores, *self.row_stores, *self.emits)
+        out += [s.value for s in writes]
         return out + ([self.filter.keep] if self.filter is not None else [])
 
 
@@ -183,8 +185,8 @@ class _Scheduler:
             p = _Open(level, write.length, block)
             self.open.append(p)
         p.block = p.block or block
-        target = p.block_stores if write.each == "block" else p.stores
-        target.append(Store(write.array, write.value))
+        target = {"block": p.block_stores, "row": p.row_stores}.get(write.each, p.stores)
+        target.append(Store(write.array, write.value, write.row))
 
     @staticmethod
     def _asks_taken(exprs: Iterable[Expr]) -> set[ir.Filter]:
@@ -265,30 +267,31 @@ class _Scheduler:
     def _close(self, p: _Open) -> ir.Pass:
         if p.filter is not None:
             return ir.Compact(p.filter, tuple(p.emits), tuple(p.stores), tuple(p.folds))
-        inner: dict[Fold, int] = {}
+        inner: dict[Fold | ir.Local, int] = {}
 
         def depth(exprs: Iterable[Expr]) -> int:
             found = 0
             for e in walk(exprs):
-                if e.op == "fold" and e.attr.block is not None:
+                if e.op == "local" or (e.op == "fold" and e.attr.block is not None):
                     if e.attr not in inner:
                         inner[e.attr] = depth(e.attr.exprs)
                     found = max(found, inner[e.attr] + 1)
             return found
 
-        last = depth([s.value for s in (*p.stores, *p.block_stores)])
+        last = depth([s.value for s in (*p.stores, *p.block_stores, *p.row_stores)])
         for fold in p.folds:
             inner[fold] = depth(fold.exprs)
         last = max([last, *inner.values()])
         phases = [
             ir.Phase(
-                tuple(f for f, k in inner.items() if k == level),
+                tuple(f for f, k in inner.items() if k == level and isinstance(f, Fold)),
                 tuple(p.stores) if level == last else (),
+                tuple(x for x, k in inner.items() if k == level and isinstance(x, ir.Local)),
             )
             for level in range(last + 1)
         ]
-        kept = tuple(ph for ph in phases if ph.folds or ph.stores)
-        return ir.Loop(p.length, p.block, kept, tuple(p.block_stores))
+        kept = tuple(ph for ph in phases if ph.folds or ph.stores or ph.locals)
+        return ir.Loop(p.length, p.block, kept, tuple(p.block_stores), tuple(p.row_stores))
 
 
 def _drop_unread(draft: Draft) -> None:

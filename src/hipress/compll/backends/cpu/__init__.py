@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from hipress.compll import ir
 from hipress.compll.backends.cpu import prelude
 from hipress.compll.backends.cpu.kernel import MAX_RANGES, KernelPrinter, Record, Step, stored
+from hipress.compll.backends.cpu.locals import print_local
 from hipress.compll.backends.cpu.loops import Loops, exact
 from hipress.compll.backends.host import (
     Place,
@@ -37,8 +38,8 @@ class Passes(KernelPrinter):
     """Prints the functions of each pass and adds them to the kernel's steps."""
 
     def loop(self, name: str, p: ir.Loop) -> None:
-        stores = [s for phase in p.phases for s in phase.stores]
-        loops = Loops(self, p.block or TILE, ir.pass_exprs(p), stores)
+        stores = [*(s for phase in p.phases for s in phase.stores), *p.row_stores]
+        loops = Loops(self, p.block or TILE, ir.pass_exprs(p), stores, p)
         folds = [f for f in ir.pass_folds(p) if f.block is None]
         loops.open(name, [s.array for s in ir.pass_stores(p)], p.length)
         parts = self._partials(loops, folds)
@@ -48,19 +49,24 @@ class Passes(KernelPrinter):
             # A sum of floats has a loop of its own; other reductions share that of the stores.
             alone = [f for f in phase.folds if not (phase.stores and exact(f))]
             shared = [f for f in phase.folds if f not in alone]
-            if alone:
-                results = loops.fold(f"{name}_f{j}", alone)
-                for f, result in zip(alone, results, strict=True):
+            for k, row in enumerate(dict.fromkeys(f.row for f in alone)):
+                of_row = [f for f in alone if f.row == row]
+                results = loops.fold(f"{name}_f{j}{f'_r{k}' if row else ''}", of_row)
+                for f, result in zip(of_row, results, strict=True):
                     if f.block is None:
                         loops.out(f"{parts[f]}[t] = {result}")
                     else:
                         loops.finish(f, result)
+            for k, x in enumerate(phase.locals):
+                print_local(loops, f"{name}_a{j}_{k}", x)
             if phase.stores:
                 results = loops.store(f"{name}_s{j}", phase.stores, shared)
                 _keep(loops, parts, shared, results)
         for s in p.block_stores:
             [text] = self.print([s.value], loops.out, loops.known)
             loops.out(f"{s.array.name}[t] = {stored(s.array, text)}")
+        for k, s in enumerate(p.row_stores):
+            loops.store(f"{name}_r{k}", [s], [])
         loops.close()
         self._step(name, loops.tile, p.length)
         self._join(name, folds, parts, p.length, loops.tile)

@@ -20,6 +20,7 @@ from hipress.compll.backends.gpu.kernel import (
     loaded,
     stored,
 )
+from hipress.compll.backends.gpu.locals import print_local
 from hipress.compll.backends.gpu.tiles import Tile
 from hipress.compll.backends.render import pass_method, wide_type
 from hipress.compll.ir import Array, Expr, Fold, Store, loads, walk
@@ -50,7 +51,7 @@ class Passes(KernelPrinter):
             self._elements(name, p)
 
     def _elements(self, name: str, p: ir.Loop) -> None:
-        stores = [s for phase in p.phases for s in phase.stores]
+        stores = [*(s for phase in p.phases for s in phase.stores), *p.row_stores]
         tile = Tile(self, p.length, p.block, ir.pass_exprs(p), stores)
         tile.open(f"{name}_tile", [s.array for s in ir.pass_stores(p)])
         for phase in p.phases:
@@ -58,8 +59,11 @@ class Passes(KernelPrinter):
             whole = [f for f in phase.folds if f.block is None]
             for f, body in zip(whole, tile.bodies(whole), strict=True):
                 self._keep_part(name, tile, f, body)
+            for x in phase.locals:
+                print_local(tile, x)
             tile.store(phase.stores)
         tile.block_store(p.block_stores)
+        tile.store(p.row_stores)
         tile.close(name)
         self._join(name, [f for f in ir.pass_folds(p) if f.block is None], tile.grid, tile)
 
