@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from hipress.compll import ir
 from hipress.compll.front import ast
-from hipress.compll.front.arrays import ArrayValue, Computed, Sliced
+from hipress.compll.front.arrays import (
+    ArrayValue,
+    Computed,
+    Kept,
+    Ordered,
+    Sliced,
+    Spread,
+    Stored,
+)
 from hipress.compll.front.graph import INT, ElemType, convert
-from hipress.compll.front.scope import Env
+from hipress.compll.front.scope import Binding, Env
 from hipress.compll.ir import Expr, Local, Row
 
 if TYPE_CHECKING:
@@ -150,3 +158,32 @@ def scattered(
     added = value.at(over.ix)
     local = over.local("scatter", added, room, index=index.at(over.ix), size=size)
     return Computed(size, value.elem, lambda ix: convert(g, g.local(local, ix), value.elem))
+
+
+def largest_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
+    """`largest(a, k)`: the indices of the k largest elements, in ascending order."""
+    array = checker.array(node.args[0], env)
+    over = domain(checker, env, array)
+    if over is None:
+        checker.fail(
+            node,
+            "largest works on a block: write it in a per scope; of a whole array, filter the "
+            "elements that reach sort(a)[a.size - k]",
+        )
+    count = room(checker, node.args[1], env, "the number of largest elements")
+    return largest(checker, over, array.at(over.ix), min(count, over.room))
+
+
+def store_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
+    """`store(a)`: the same elements in memory, so that each is computed once."""
+    array = checker.array(node.args[0], env)
+    if isinstance(array, Stored | Kept | Ordered | Spread):
+        return array  # in memory anyhow
+    over = domain(checker, env, array)
+    if over is not None:
+        return kept(checker, over, array)
+    with checker.draft.unblocked():
+        memory = checker.draft.stored(array)
+    if memory.length is array.length:
+        return Stored(checker.draft, memory, array.elem)
+    return Computed(array.length, array.elem, lambda ix: checker.graph.load(memory, ix))

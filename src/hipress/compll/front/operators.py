@@ -398,35 +398,6 @@ def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     return Computed(count, array.elem, array.at, distinct=distinct)
 
 
-def largest_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`largest(a, k)`: the indices of the k largest elements, in ascending order."""
-    array = checker.array(node.args[0], env)
-    over = inblock.domain(checker, env, array)
-    if over is None:
-        checker.fail(
-            node,
-            "largest works on a block: write it in a per scope; of a whole array, filter the "
-            "elements that reach sort(a)[a.size - k]",
-        )
-    count = inblock.room(checker, node.args[1], env, "the number of largest elements")
-    return inblock.largest(checker, over, array.at(over.ix), min(count, over.room))
-
-
-def store_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`store(a)`: the same elements in memory, so that each is computed once."""
-    array = checker.array(node.args[0], env)
-    if isinstance(array, Stored | Kept | Ordered | Spread):
-        return array  # in memory anyhow
-    over = inblock.domain(checker, env, array)
-    if over is not None:
-        return inblock.kept(checker, over, array)
-    with checker.draft.unblocked():
-        memory = checker.draft.stored(array)
-    if memory.length is array.length:
-        return Stored(checker.draft, memory, array.elem)
-    return Computed(array.length, array.elem, lambda ix: checker.graph.load(memory, ix))
-
-
 def blocks_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`blocks(n, size)`: how many blocks of `size` hold n elements."""
     g = checker.graph
@@ -539,8 +510,8 @@ OPERATORS: dict[str, tuple[Operator, int, int]] = {
     "gather": (gather_, 2, 2),
     "scatter": (scatter_, 3, 3),
     "first": (first_, 2, 2),
-    "largest": (largest_, 2, 2),
-    "store": (store_, 1, 1),
+    "largest": (inblock.largest_, 2, 2),
+    "store": (inblock.store_, 1, 1),
     "blocks": (blocks_, 2, 2),
     "random": (random_, 2, 3),
     "concat": (_misplaced, 0, ANY),

@@ -313,18 +313,16 @@ def _first_byte(word: Any) -> Any:
 
 
 def _places(marks: Any, m: Any, places: Any, room: Any) -> Any:
-    """The places of the first marks that are set, in order; the rest is 0. Returns how many."""
-    num_words = (m + 7) >> 3
-    for i in range(m, num_words * 8):
-        marks[i] = u8(0)
-    words = marks[: num_words * 8].view(u64)
+    """The places of the first marks that are set, in order; the rest is 0. Returns how many.
+
+    Without a branch: each place is written, and overwritten where there was no mark. `places` has
+    room for m of them.
+    """
     count = i64(0)
-    for w in range(num_words):
-        word = words[w]
-        while word != u64(0) and count < room:
-            places[count] = i32(w * 8 + _first_byte(word))
-            word &= word - u64(1)
-            count += 1
+    for i in range(m):
+        places[count] = i32(i)
+        count += i64(marks[i])
+    count = min(count, i64(room))
     places[count:room] = 0
     return count
 
@@ -368,17 +366,30 @@ def _largest(keys: Any, m: Any, places: Any, room: Any, marks: Any, found: Any) 
         return
     low, high = _least_and_most(keys, m)
     reach, above = i64(m), i64(0)
+    if low < high:
+        count = _count_from(keys, m, keys.dtype.type(low + 1))
+        if count < wanted:  # mostly one value, as zeros in a sparse gradient
+            high, above = low, count
+    step = (high - low) >> 4  # first down from the top: few are wanted
     while reach != wanted and low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # no sum that may wrap
+        if step > 0 and middle < high - step:
+            middle = high - step
+            step *= 4
+        else:
+            step = i64(0)
         count = _count_from(keys, m, keys.dtype.type(middle))
         if count >= wanted:
-            low, reach = middle, count
+            low, reach, step = middle, count, i64(0)
         else:
             high, above = middle - 1, count
     limit = keys.dtype.type(low)
     equal = wanted - above if reach != wanted else i64(m)
     _mark_from(keys, m, limit, marks)
     _places(marks, m, found, reach)
+    if reach == wanted:
+        places[:wanted] = found[:wanted]
+        return
     count = i64(0)
     for j in range(reach):
         i = found[j]
