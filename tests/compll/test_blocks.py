@@ -61,6 +61,34 @@ def test_other_widths(bits: int, backend: str) -> None:
         np.testing.assert_array_equal(found.decoded, right.decoded)
 
 
+STATE = """
+void XEncode(float* g, inout float* r, uint8* c) {
+    per (16) {
+        float* v = map(g, r, [&](float x, float y) -> float { return x + y; });
+        int* at = largest(map(v, abs), 3);
+        float* s = gather(v, at);
+        r = map(v, scatter(at, s, g.size), [&](float x, float y) -> float { return x - y + r[3]; });
+    }
+    c = concat(at, s);
+}
+void XDecode(uint8* c, float* g) {
+    int* at; float* s;
+    extract(c, at, s);
+    per (16) { g = scatter(at, s, g.size); }
+}
+"""
+
+
+@both
+def test_a_state_that_is_read_elsewhere_in_its_block(backend: str) -> None:
+    """All of a block is read before its state changes."""
+    for n in (1, 16, 67):
+        x, old = eighths(n, seed=n), eighths(n, seed=n + 1)
+        found, right = run(bound(STATE), backend, x, [old]), run_oracle(STATE, {}, x, [old])
+        assert found.body.tobytes() == right.body.tobytes(), n
+        np.testing.assert_array_equal(found.states[0], right.states[0])
+
+
 def top_k(x: np.ndarray, block: int, k: int) -> np.ndarray:
     """Each block without all but its k largest magnitudes, of equal ones the first."""
     kept = np.zeros_like(x)
