@@ -33,6 +33,9 @@ JOBS = (
     "tests/casync/test_fork.py",
 )
 """Files that start several ranks, which fill all cores: one after the other, as group `jobs`."""
+BY_CASE = "tests/gpu/test_on_gpu.py"
+"""Where the tests of one case are a group, and other tests are alone: they are many, and short but
+for the kernels that each case compiles."""
 BY_PROGRAM = ("tests/codecs/", "tests/casync/test_loopback.py", "tests/gpu/test_compiled.py")
 """Where the tests of one program are a group."""
 
@@ -77,6 +80,8 @@ def _group(item: pytest.Item, params: dict[str, Any]) -> str:
     So a fixture of a module is made once, and no process waits for a kernel that another compiles.
     """
     codec = params.get("case", params.get("codec", params.get("expr")))
+    if item.nodeid.startswith(BY_CASE):
+        return item.nodeid if codec is None else str(getattr(codec, "expr", codec))
     text = codec.expr if isinstance(codec, cases.Case) else str(codec)
     if item.nodeid.startswith(JOBS):
         return "jobs"

@@ -71,19 +71,33 @@ class Told:
     def wait_for(self, key, count, limit_s, **like):
         with self.changed:
             enough = self.changed.wait_for(lambda: len(self.find(key, **like)) >= count, limit_s)
-        assert enough, (key, like, self.lines)
+        if not enough:
+            self._fail(f"{key!r} was told too rarely", **like)
 
     def results(self, id, ranks):
-        """Of these ranks; fails with what was told instead."""
+        """Returns the results of these ranks; fails with what was told instead."""
         found = [self.find("result", id=id, rank=rank) for rank in ranks]
-        assert all(found), [line for line in self.lines if line["id"] == id] or self.lines
+        if not all(found):
+            self._fail("a result is missing", id=id)
         return [one[0] for one in found]
 
     def error(self, id, rank):
-        """Kind, text, ranks, and when."""
+        """Returns the kind of an error, its text, the ranks it names, and when it came."""
         (error,) = self.find("error", id=id, rank=rank) or [None]
-        assert error, [line for line in self.lines if line["id"] == id]
+        if not error:
+            self._fail(f"rank {rank} had no error", id=id)
         return (*error, self.find("at", id=id, rank=rank)[0])
+
+    def _fail(self, why, **like):
+        """Fails with what was told, short enough to be read: errors first."""
+        import pytest  # ranks do not need it
+
+        with self.changed:
+            lines = [one for one in self.lines if all(one.get(k) == v for k, v in like.items())]
+        lines.sort(key=lambda one: "error" not in one)
+        shown = [{**one, "trace": one["trace"][-300:]} if "trace" in one else one for one in lines]
+        told = "\n".join(str(one)[:700] for one in shown[:8])
+        pytest.fail(f"{why} {like or ''}; told:\n{told}", pytrace=False)
 
 
 def start(lab, script, told, *stages):

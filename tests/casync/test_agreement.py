@@ -160,7 +160,18 @@ def test_a_store_that_is_gone_is_blamed_on_its_holder(call, rank):
         CALLS[call](Agreement(Gone(), rank, 2, timeout_s=60))
     assert found.value.ranks == ((0,) if rank else ())
     assert str(found.value).startswith(f"rank {rank} does not reach the store: ")
-    assert "is gone ([c10d] recv, Connection reset by peer); look" in str(found.value)
+    assert "is down ([c10d] recv, Connection reset by peer); look" in str(found.value)
+
+
+def test_a_store_that_ended_after_a_failure_is_not_blamed():
+    """Catches: rank 0, which has left because rank 2 failed, named in its place."""
+
+    def check():
+        raise PeerError("rank 2 is gone", ranks=(2,))
+
+    with pytest.raises(PeerError) as found:
+        Agreement(Gone(), 1, 3, timeout_s=60, check=check).agree("tea", {})
+    assert found.value.ranks == (2,)
 
 
 @pytest.mark.parametrize("left", [0, 2])

@@ -28,8 +28,8 @@ WIRE = [("none", "ps"), ("int8", "ps"), ("fp16", "ring"), ("int8", "allreduce")]
 KILL_S = 10
 """Until a killed rank must be named, with the default timeout."""
 LOST_S = 20
-"""HIPRESS_TIMEOUT where a rank is cut off or frozen: on a busy machine twelve ranks need seconds for
-their first exchange."""
+"""HIPRESS_TIMEOUT where a rank is cut off or frozen: on a busy machine, twelve ranks need seconds
+for their first exchange."""
 VANISHED_S = 60
 """Until a host that vanished must be named, with the default timeout."""
 LATE_S = 10

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from hipress.casync.engine.transport import LinkError
 from hipress.casync.ranks import heartbeats
@@ -134,6 +134,20 @@ def test_rank_0_keeps_the_store_until_all_know_who_failed(ward, quick, silent):
     assert {watched.errors[rank].ranks for rank in (1, 3)} == {(silent,)}
 
 
+def test_what_one_thread_knows_another_does_not_ask_for(ward, quick, monkeypatch):
+    """Catches: an exchange that blames rank 0, which has left since the heartbeat knew more."""
+    watched = ward(3, 1800.0)
+    watched.silence(1)
+    watched.num_lost = 1
+    watched.wait([2], 5.0)
+
+    def gone(*_):
+        raise DistNetworkError("connection reset")
+
+    monkeypatch.setattr(watched.ranks[2], "_recorded_failure", gone)
+    assert watched.ranks[2].explain(LinkError("closed by rank 0")).ranks == (1,)
+
+
 def test_a_silent_rank_with_its_connections_is_waited_for(ward, quick):
     """Catches: a rank that is frozen or holds the GIL for a while and is taken for dead."""
     watched = ward(3, 1800.0)
@@ -235,7 +249,7 @@ def test_a_store_that_is_gone_is_blamed_on_rank_0(monkeypatch):
     store.is_gone = True
     found = health.explain(LinkError("Connection reset"))
     assert isinstance(found, PeerError) and found.ranks == (0,)
-    assert "rank 0, or the process that holds the store, is gone (Connection reset)" in str(found)
+    assert "is gone or frozen, or the link of rank 1 is down (Connection reset)" in str(found)
     deadline = time.monotonic() + 5
     while not told and time.monotonic() < deadline:
         time.sleep(0.05)

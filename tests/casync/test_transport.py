@@ -97,7 +97,8 @@ time.sleep(60)
 
 def test_a_process_that_freezes_with_the_store_is_named_in_time():
     """Catches: a wait without end for the answer of rank 0, which is stopped."""
-    with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True) as rank_0:
+    command = [sys.executable, "-c", HOLD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
         try:
             port = int(rank_0.stdout.readline())
             with opened_sockets() as made:

@@ -140,7 +140,9 @@ def test_the_edge_of_memory_holds() -> None:
 # --- counts and indices --------------------------------------------------------------------------
 
 COUNT = "the frame is damaged: a count is larger than the room it was given; send it again."
-INDEX = "the frame is damaged: an index in the payload is out of range; send it again."
+INDEX = (
+    "the frame is damaged: an index in the payload is out of range or out of order; send it again."
+)
 SPARSE = (TOPK, BY_EXPR["graddrop(ef=false)"], BY_EXPR["dgc(ratio=0.05, momentum=0)"])
 every_sparse = pytest.mark.parametrize("case", SPARSE, ids=lambda c: c.expr)
 
@@ -162,6 +164,19 @@ def test_index_out_of_range(case: Case, index: int, at: str, backend: str) -> No
     else:
         payload = poke(payload, start + (4 * (k - 1) if at == "last" else 0), "<I", index)
     assert refusal(case, payload, torch.zeros(100)) == INDEX
+
+
+@every_sparse
+@pytest.mark.parametrize("at", ["twice", "swapped"])
+def test_index_out_of_order(case: Case, at: str, backend: str) -> None:
+    """Catches: an index that comes twice, which a GPU would add at once and lose one of the two."""
+    payload, start = frame(case, 1000), case.places(1000)[1].start
+    a, b = struct.unpack_from("<2I", payload.numpy(), start)
+    assert a < b
+    swapped = poke(payload, start, "<2I", *((a, a) if at == "twice" else (b, a)))
+    out = torch.zeros(1000)
+    assert refusal(case, swapped, out) == INDEX
+    assert not out.any()
 
 
 @every_sparse

@@ -158,8 +158,8 @@ def to_float(value: Any) -> Any:
 def to_int(value: Any) -> Any:
     """Towards zero; NaN is 0, what does not fit saturates."""
     if is_float(value):
-        number = float(value)
-        number = 0.0 if math.isnan(number) else min(max(number, -9.0e18), 9.0e18)
+        number, limit = float(value), 9.0e18 if is_host(value) else float(np.float32(9.0e18))
+        number = 0.0 if math.isnan(number) else min(max(number, -limit), limit)
         return int(number) if is_host(value) else np.int64(number)
     return value if isinstance(value, Size) else int(value) if is_host(value) else np.int64(value)
 
@@ -211,7 +211,7 @@ def divide(a: Any, b: Any) -> Any:
         return a * 0
     q = abs(int(a)) // abs(int(b))
     q = q if (a < 0) == (b < 0) else -q
-    return q if is_host(a, b) else np.int64(q)
+    return q if is_host(a, b) else np.int64((q + 2**63) % 2**64 - 2**63)
 
 
 def shift(a: Any, b: Any) -> Any:
@@ -672,12 +672,18 @@ class Machine:
     def site(self, node: ast.Call) -> int:
         return self.sites.setdefault((node.pos, self.turns), len(self.sites))
 
+    def _drawn_by(self, node: ast.Call, env: Env) -> tuple[int, tuple[int, int, int]]:
+        """The site and the seed, stream and step of a draw; a key stands for all of them."""
+        if len(node.args) < 3:
+            return self.site(node), self.rng
+        return 0, (int(self.value(node.args[2], env)), 0, 0)
+
     # Operators: one method each, by name.
 
     def _random(self, node: ast.Call, env: Env) -> Any:
-        a, b = (self.value(x, env) for x in node.args)
+        a, b = (self.value(x, env) for x in node.args[:2])
         assert node.of is not None
-        bits = bits32(int(self.position or 0), self.site(node), self.rng)
+        bits = bits32(int(self.position or 0), *self._drawn_by(node, env))
         if node.of.base == "float":
             a, b = to_float(a), to_float(b)
             unit = np.float32(bits >> 8) * np.float32(2.0**-24)
@@ -779,12 +785,12 @@ class Machine:
 
     def _sample(self, node: ast.Call, env: Env) -> Arr:
         array, m = self.value(node.args[0], env), self.value(node.args[1], env)
-        site, n = self.site(node), int(array.size)
+        (site, rng), n = self._drawn_by(node, env), int(array.size)
         width, rest = divmod(n, int(m)) if m else (0, 0)
         picked = []
         for j in range(int(m)):  # the first `rest` stretches have one element more
             start, size = j * width + min(j, rest), width + (j < rest)
-            picked.append(at(array, start + (bits32(j, site, self.rng) * size >> 32)))
+            picked.append(at(array, start + (bits32(j, site, rng) * size >> 32)))
         return Arr(vector(picked, array.elem), array.elem, m)
 
     def _gather(self, node: ast.Call, env: Env) -> Arr:

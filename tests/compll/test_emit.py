@@ -450,6 +450,30 @@ def test_a_file_of_someone_else_is_kept(tmp_path):
     assert theirs.read_text() == "KEEP = 1\n" and len(list(theirs.parent.iterdir())) == 1
 
 
+def test_another_program_of_the_same_name_is_not_overwritten(tmp_path):
+    folder, text = tmp_path / "ops", SEED.read_text("utf-8")
+    Package(bound=read_program(SEED).bind({"bitwidth": 2})).write(folder)
+    before = {path: path.read_text("utf-8") for path in (folder / "terngrad").glob("*.py")}
+    other = "void TERNGRADEncode(float* g, uint8* c) { c = concat(g); }\n" + (
+        "void TERNGRADDecode(uint8* c, float* g) { float* v; extract(c, v); g = v; }\n"
+    )
+    (tmp_path / "mine.pse").write_text(other)
+    (tmp_path / SEED.name).write_text(text.replace("// ", "//  "))
+    (tmp_path / SEED.name.replace("Encode", "Decode")).write_text(
+        SEED.with_name(SEED.name.replace("Encode", "Decode")).read_text("utf-8")
+    )
+    mine = Package(bound=read_program(tmp_path / "mine.pse").bind({}))
+    message = (
+        r"was built of the program TernGrad in TernGradEncode.pse, and this is TERNGRAD in "
+        r"mine.pse; rename its functions, delete the folder .*terngrad or choose another -o"
+    )
+    with pytest.raises(UsageError, match=message):
+        mine.write(folder)
+    assert all(path.read_text("utf-8") == text for path, text in before.items())
+    changed = Package(bound=read_program(tmp_path / SEED.name).bind({"bitwidth": 4}))
+    assert changed.write(folder).notes == ()  # the same program, edited
+
+
 def test_a_lone_encode_function_has_a_body(tmp_path):
     lone = tmp_path / SEED.name
     lone.write_text(SEED.read_text("utf-8"), encoding="utf-8")

@@ -355,6 +355,53 @@ CASES = [
         backends=BOTH,
     ),
     Case(
+        "a residual of its own that sends signs and one scale",
+        TAKE + "float m = reduce(map(ix, [&](uint32 i) -> float { return abs(g[i]) + r[i]; }), 0.0,"
+        " max); float* d = scatter(ix, map(ix, [&](uint32 i) -> float { return g[i] < 0.0 ? -m : m;"
+        " }), g.size); r = map(g, d, [&](float a, float b) -> float { return a - b; });"
+        " uint1* s = map(ix, [&](uint32 i) -> uint1 { return g[i] < 0.0; });"
+        " c = concat(k, m, ix, s);",
+        "void XDecode(uint8* c, float* g) { uint32 k; float m; uint32* ix; uint1* s;"
+        " extract(c, k, m, ix, s); g = scatter(first(ix, k), map(first(s, k), [&](uint1 n) -> float"
+        " { return n ? -m : m; }), g.size); }",
+        args=", inout float* r",
+        states=1,
+        backends=BOTH,
+    ),
+    Case(
+        "a state made of the index in a block, beside a sort, with feedback",
+        "per (8) { r = map(r, range(g.size), [&](float a, int i) -> float { return a * i; }); }"
+        " float* q = sort(g); c = concat(q);",
+        args=", inout float* r",
+        states=1,
+        feedback=True,
+        backends=BOTH,
+    ),
+    Case(
+        "states made in blocks of two sizes",
+        "per (8) { r = map(r, range(g.size), [&](float a, int i) -> float { return a * i; }); }"
+        " per (16) { s = map(s, range(g.size), [&](float a, int i) -> float { return a + i; }); }"
+        " c = concat(g);",
+        args=", inout float* r, inout float* s",
+        states=2,
+        backends=BOTH,
+    ),
+    *(
+        Case(
+            f"random numbers with the key {key}",
+            f"int key = {key}; float* a = map(g, [&](float x) -> float {{ return x +"
+            " random<float>(0, 1, key) + random<int>(0, 9, key); }); float* b = map(sample(g, 4,"
+            " key), abs); per (8) { float* d = map(g, [&](float x) -> float {"
+            " return random<float>(0, 1, key); }); } c = concat(a, b, d);",
+            "void XDecode(uint8* c, float* g, int seed) { float* a; float* b; float* d;"
+            " extract(c, a, b, d); g = a; }",
+            args=", int seed",
+            params={"seed": 12345678901},
+            backends=BOTH,
+        )
+        for key in ("7", "-7", "seed", "g.size", "seed * seed", "reduce(range(4), 3, max)")
+    ),
+    Case(
         "a running sum of kept values",
         TAKE + f"float* w = scan(v, 0.0, {ADD}); float s = w[1]; float* a = map(g, [&](float x)"
         " -> float { return x + s; }); c = concat(a);",

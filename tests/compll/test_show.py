@@ -88,6 +88,27 @@ def test_cost_of_decode():
     _, decode, decode_add = kernels("topk")
     assert (cost(decode).num_passes, cost(decode).written_bytes) == (1, 4)  # it is zeroed
     assert cost(decode_add).num_passes == 0
+    assert cost(decode_add).num_others == 1
+
+
+def test_passes_over_arrays_of_other_lengths_are_counted():
+    steps = "v = scan(map(v, abs), 0.0, max); " * 8
+    program = parse_program(
+        f"""
+        void XEncode(float* g, uint8* c) {{
+            float* v = map(range(g.size / 2), [&](int i) -> float {{ return g[i]; }});
+            {steps}
+            c = concat(v);
+        }}
+        void XDecode(uint8* c, float* g) {{
+            float* v; extract(c, v);
+            g = map(range(g.size), [&](int i) -> float {{ return v[i]; }});
+        }}
+        """
+    )
+    encode = program.bind({}).kernels()[0]
+    assert (cost(encode).num_passes, cost(encode).num_others) == (1, 9)
+    assert str(cost(encode)).startswith("1 pass over the gradient and 9 over arrays of other")
 
 
 def test_onebit_with_feedback_reads_as_it_runs():
@@ -157,7 +178,7 @@ def test_a_fold_of_its_own_and_brackets_only_where_needed():
     shown = passes(
         """
         void XEncode(float* g, uint8* c) {
-            float s = reduce(g, 1.0, [&](float a, float b) -> float { return a * b - b / 2.0; });
+            float s = reduce(g, 1.0, [&](float a, float b) -> float { return a + b - a * b / 2; });
             float* q = map(g, [&](float v) -> float { return -(v - (s - 1.0)) * (v + s) * 2.0; });
             float* t = sort(q);
             c = concat(t);
@@ -165,9 +186,8 @@ def test_a_fold_of_its_own_and_brackets_only_where_needed():
         void XDecode(uint8* c, float* g) { float v[g.size]; extract(c, v); g = v; }
         """
     )
-    assert "f0 = fold over n of x[i], from 1.0 by (carry, item) -> carry * item - item * 0.5" in (
-        shown
-    )
+    joined = "(carry, item) -> carry + item - carry * item * 0.5"
+    assert f"f0 = fold over n of x[i], from 1.0 by {joined}" in shown
     assert "-(x[i] - (f0 - 1.0)) * (x[i] + f0) * 2.0" in shown
     assert "sorted0 = temp0 in ascending order\n" in shown
 

@@ -25,6 +25,8 @@ CODECS: dict[str, tuple[str, dict[str, Any], Variant, str, int]] = {
     "ef(onebit)": ("onebit", {}, FEEDBACK, LOOPS, 4),
     "minmax(bits=2)": ("minmax", {"bitwidth": 2}, PLAIN, LOOPS, 4),
     "terngrad": ("terngrad", {}, PLAIN, LOOPS, 4),
+    # By itself too: in a program with blocks it is called, not inlined.
+    "random numbers": ("terngrad", {}, PLAIN, r"_uniforms$", 1),
     # Sampling and scattering jump about in memory: no vector code there.
     "ef(topk)": ("topk", {}, FEEDBACK, r"_scan$", 1),
 }
@@ -60,7 +62,7 @@ def compiled(name: str, folder: Any, patch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", thinned(CODECS, keep=("ef(onebit)",)))
+@pytest.mark.parametrize("name", thinned(CODECS, keep=("ef(onebit)", "random numbers")))
 def test_inner_loops_use_vector_instructions(
     name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ hold against `cpu` and which need not be compiled.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 import random
@@ -165,6 +166,14 @@ def both_decode(c: Pair, payload: torch.Tensor, n: int) -> None:
     c.gpu.decode(there, out=sums, alpha=1 / 3)
     assert torch.equal(sums.cpu(), total)
     assert torch.equal(there.cpu(), payload)
+
+
+@pytest.fixture(autouse=True)
+def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may rely on what new memory holds; on a GPU it holds something anyway."""
+    if INTERPRETED:
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(99))
 
 
 def ids(value: Any) -> str:
@@ -614,6 +623,28 @@ def test_a_number_of_elements_is_not_believed(monkeypatch: pytest.MonkeyPatch) -
         c.decode(hostile)
 
 
+def test_decode_copies_the_header_to_the_host_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    c, n = pair("fp16").gpu, 5003
+    payload = c.encode(gaussian(n).to(DEVICE), {})
+    whole, copied = torch.Tensor.cpu, []
+
+    def noting(self: torch.Tensor) -> torch.Tensor:
+        copied.append(self.numel())
+        return whole(self)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", noting)
+    decoded = c.decode(payload)
+    assert copied == [HEAD] and decoded.numel() == n
+    many = c.bulk([300, 70]).encode(torch.ones(c.bulk([300, 70]).numel, device=DEVICE), {})
+    for frame, reason in (
+        (payload[:70], "cut short"),
+        (payload[:-16], "cut short"),
+        (many, "2 bod"),
+    ):
+        with pytest.raises(FrameError, match=reason):
+            c.decode(frame)
+
+
 def test_fields_that_are_the_senders_own() -> None:
     c, n = pair("onebit(ef=false)").gpu, 300
     payload = c.encode(gaussian(n).to(DEVICE), {})
@@ -737,16 +768,31 @@ VARIANTS = (
 FACTOR = float(os.environ.get("HIPRESS_TEST_PROGRAMS", "1"))
 
 
-@settings(
-    max_examples=max(1, int((14 if INTERPRETED else 10) * FACTOR)),
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],  # an interpreted program takes too long to be made smaller
-    suppress_health_check=list(HealthCheck),
-)
-@given(program=programs(most=3))
-def test_random_programs_mean_what_the_reference_means(program: Program) -> None:
+PARTS = 1 if INTERPRETED else 5
+"""Random programs are dealt to so many tests, which processes share: each compiles for seconds."""
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs_mean_what_the_reference_means(part: int) -> None:
+    met = itertools.count()
+
+    @settings(
+        max_examples=max(1, int((14 if INTERPRETED else 10) * FACTOR)),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],  # an interpreted program takes too long to be made smaller
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(program=programs(most=3))
+    def check(program: Program) -> None:
+        if next(met) % PARTS == part:
+            means_what_the_reference_means(program)
+
+    check()
+
+
+def means_what_the_reference_means(program: Program) -> None:
     dice = random.Random(program.text)
     variant, n = dice.choice(VARIANTS), dice.choice((1, 7, 64, 65, 2049, 5000))
     note(f"{variant}, n={n}, {program.params}\n{program.text}")
@@ -789,6 +835,14 @@ OWN = {
         int s = reduce(map(g, [&](float x) -> uint8 { return 99 * abs(x); }), 0,
                        [&](int a, int b) -> int { return a | b; });
         float* a = map(g, [&](float x) -> float { return x + s; });""",
+    "a reduction of blocks and of all, each with a function": """
+        per (72) {
+            float far = reduce(g, 0.0, [&](float a, float b) -> float {
+                return abs(b) > abs(a) || (abs(a) == abs(b) && b > a) ? b : a; });
+        }
+        int s = reduce(map(g, [&](float x) -> int { return x * 1000.0; }), 0,
+                       [&](int a, int b) -> int { return a ^ b; });
+        float* a = map(g, [&](float x) -> float { return x + s + far[3]; });""",
     "a condition on a scalar and an element": """
         float s = reduce(g, -99999, max);
         float* a = map(g, [&](float x) -> float { return s > 0.0 && x < 0.0 ? s : x; });""",
@@ -835,6 +889,61 @@ def test_a_program_with_arrays_of_blocks_means_the_same(what: str) -> None:
                 x, state = x.to(DEVICE), moved(state)
             found.append(codec.encode(x, state).cpu())
         assert torch.equal(*found), n
+
+
+FEW = "map(range(g.size / 9999), [&](int i) -> float { return g[i]; })"
+"""No element at all, of the sizes that are tried."""
+EMPTY = {
+    "picked of sorted floats": f"float* few = sort({FEW}); float v = few[0];",
+    "picked of sorted ints": f"""
+        int* few = sort(map({FEW}, [&](float x) -> int {{ return x; }}));
+        float v = few[0];""",
+    "anywhere in sorted floats": f"""
+        float* few = sort({FEW});
+        float* all = map(g, [&](float x) -> float {{ int i = x; return few[i]; }});
+        float v = all[3];""",
+    "anywhere in partial sums": f"""
+        float* few = scan({FEW}, 0.0, [&](float a, float b) -> float {{ return a + b; }});
+        float v = few[g.size];""",
+}
+"""Ways to an element of an empty array."""
+EMPTY = {
+    what: f"{body} float* a = map(g, [&](float x) -> float {{ return x + v; }});"
+    for what, body in EMPTY.items()
+}
+
+
+@pytest.mark.parametrize("what", EMPTY)
+def test_an_element_of_an_empty_array_is_zero(what: str) -> None:
+    """Catches: what memory happens to hold, or what the digits of no element make."""
+    x = gaussian(7, seed=3)
+    for backend in ("reference", "gpu"):
+        c = own(EMPTY[what], backend)
+        payload = c.encode(x.to(DEVICE if backend == "gpu" else "cpu"), {})
+        assert torch.equal(c.decode(payload).cpu(), x), backend
+
+
+UNEVEN = """
+void XEncode(float* g, uint8* c) {
+    uint2* few = map(range(g.size / 9999), [&](int i) -> uint2 { return g[i]; });
+    c = concat(g, few);
+}
+void XDecode(uint8* c, float* g) {
+    float a[g.size];
+    uint2 few[g.size / 9999];
+    extract(c, a, few);
+    g = map(a, [&](float x) -> float { int i = x; return x + few[i]; });
+}
+"""
+
+
+def test_an_element_of_an_empty_section_is_zero() -> None:
+    c = ProgramCodec(bound(UNEVEN, {}), name="x", backend="gpu")
+    x = gaussian(7, seed=3)
+    room = torch.full((200,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    payload = room[: c.wire_bytes(7)]  # what lies behind the frame is not part of it
+    c.encode(x.to(DEVICE), {}, out=payload)
+    assert torch.equal(c.decode(payload, out=torch.zeros(7, device=DEVICE)).cpu(), x)
 
 
 @pytest.mark.parametrize("why", REFUSED)

@@ -15,6 +15,8 @@ import pytest
 import hipress
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.ir import Kernel
+from tests.compll.harness import bound
+from tests.gpu.contract import EMPTY, OWN, UNEVEN, own
 from tests.grid import thinned
 
 ARCHITECTURE = 90
@@ -58,12 +60,16 @@ def pointers(kernel: Kernel, arguments: list[str]) -> dict[str, str]:
 @cache
 def compiled(expr: str, dtype: str = "f32") -> dict[str, Any]:
     """All kernels of a codec, compiled, by name."""
+    codec = hipress.codec(expr)
+    assert isinstance(codec, ProgramCodec)
+    return kernels_of(codec, dtype)
+
+
+def kernels_of(codec: ProgramCodec, dtype: str = "f32") -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    codec = hipress.codec(expr)
-    assert isinstance(codec, ProgramCodec)
     loaded = codec.bound.load("gpu", dtype=dtype, variant=codec.variant)
     found = {}
     for name in ("encode", "decode", "decode_add"):
@@ -134,6 +140,68 @@ def test_nothing_is_fused_and_nothing_spills(expr: str) -> None:
 def test_16_bits_compile_too() -> None:
     kernels = compiled("ef(onebit)", "bf16")
     assert "v4" in kernels["_encode_p0"].asm["ptx"]
+
+
+def shared_sums(ir: str) -> list[tuple[str, str]]:
+    """The shape of each sum of floats, and how threads share its elements: that sets its bits."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.M))
+    sums = re.findall(r"\}\) : \(tensor<([\dx]+xf32), (#\w+|#ttg[^)]*)>\) ->", ir)
+    # What is put in any order before a sum is in the order of the threads.
+    sums += re.findall(r"allow_reorder : tensor<([\dx]+xf32), (#\w+|#ttg.*?)> ->", ir)
+    return [(shape, layouts.get(layout, layout)) for shape, layout in sums]
+
+
+SUMMED = ("onebit", "onebit(block=72)", "momentum(ef(onebit))", "terngrad", "dithering(norm=l2)")
+
+
+@needs_compiler
+@pytest.mark.parametrize("expr", thinned(SUMMED, keep=("onebit", "momentum(ef(onebit))")))
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_16_bits_are_summed_in_the_order_of_32(expr: str, dtype: str) -> None:
+    found = 0
+    for name, kernel in compiled(expr, dtype).items():
+        sums = shared_sums(kernel.asm["ttgir"])
+        assert sums == shared_sums(compiled(expr)[name].asm["ttgir"]), name
+        found += len(sums)
+    assert found
+
+
+def halves_apart(ir: str) -> list[str]:
+    """Reductions of several tensors, one of them of elements in an order of its own.
+
+    Triton lets a reshape reorder elements if only a reduction follows. Each tensor has an order of
+    its own then, so pairs of a mask and a value come apart; the interpreter never reorders.
+    """
+    free = set(re.findall(r"(%\w+) = tt\.reshape %\w+ allow_reorder", ir))
+    reduced = re.findall(r'"tt\.reduce"\(([^)]*)\)', ir)
+    return [given for given in reduced if "," in given and free & set(given.split(", "))]
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", OWN)
+def test_what_is_there_stays_with_its_value(what: str) -> None:
+    pairs = 0
+    for name, kernel in kernels_of(own(OWN[what], "gpu")).items():
+        for stage in ("ttir", "ttgir"):
+            assert not halves_apart(kernel.asm[stage]), name
+            pairs += len(re.findall(r'"tt\.reduce"\(%\w+, ', kernel.asm[stage]))
+    assert pairs or "function" not in what
+
+
+@needs_compiler
+def test_elements_of_empty_arrays_compile() -> None:
+    for what in EMPTY:
+        assert kernels_of(own(EMPTY[what], "gpu"))
+    assert kernels_of(ProgramCodec(bound(UNEVEN, {}), name="x", backend="gpu"))
+
+
+def test_halves_apart_are_found() -> None:
+    free = "%{} = tt.reshape %{} allow_reorder : tensor<1x4096xi32> -> tensor<4096xi32>"
+    joined = '%9:2 = "tt.reduce"({}) <{{axis = 0 : i32}}> ({{'
+    lines = [free.format(3, 1), free.format(4, 2)]
+    assert halves_apart("\n".join([*lines, joined.format("%3, %4")])) == ["%3, %4"]
+    assert not halves_apart("\n".join([*lines, joined.format("%3")]))
+    assert not halves_apart(joined.format("%3, %4"))
 
 
 def wide_loads(ptx: str) -> int:

@@ -18,7 +18,7 @@ import torch
 
 import hipress
 from hipress.errors import BackendError, UsageError
-from tests.codecs.cases import CASES, MOMENTUM, WIRE, Case, gaussian
+from tests.codecs.cases import CASES, MOMENTUM, WIRE, Case, compiled, gaussian
 from tests.gpu.contract import *  # noqa: F403
 from tests.gpu.contract import INTERPRETED, NUM_STEPS, agree, ids, pair, started
 
@@ -35,7 +35,7 @@ def missing() -> str:
 if missing():
     pytest.skip(missing(), allow_module_level=True)
 SOME = [*WIRE, MOMENTUM[0], *(c for c in CASES if c.expr in ("onebit", "topk", "ef(terngrad)"))]
-some_cases = pytest.mark.parametrize("case", SOME, ids=ids)
+some_cases = pytest.mark.parametrize("case", compiled(SOME), ids=ids)
 
 
 @contextmanager
@@ -90,12 +90,29 @@ def test_the_host_never_waits(case: Case) -> None:
     state = c.init(x, seed=3)
     frame = c.encode(x, state)
     out = c.decode(frame)
-    c.decode(frame, out=out, add=True)  # compiled, sizes known
+    c.decode(frame, out=out, add=True)  # compiled
+    fewer, held = gaussian(n // 2).cuda(), c.init(torch.empty(n // 2, device="cuda"))
     with no_waiting():
         for _ in range(3):
             c.encode(x, state, out=frame)
             c.decode(frame, out=out)
-            c.decode(frame, out=out, add=True, alpha=0.25)
+            c.decode(frame, out=out, add=True, alpha=0.25)  # a factor that is new
+            c.decode(c.encode(fewer, held), out=torch.empty_like(fewer))  # so is this size
+
+
+def test_numbers_on_their_way_are_waited_for() -> None:
+    """Catches: a stream that reads what another one is still copying."""
+    c, n = pair("int8").gpu, 70_001
+    x = gaussian(n).cuda()
+    c.encode(x[:4096], c.init(x[:4096]))  # compiled
+    states, frames, side = [c.init(x) for _ in range(2)], [], torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        frames.append(c.encode(x, states[0]))
+    frames.append(c.encode(x, states[1]))
+    torch.cuda.synchronize()
+    assert torch.equal(*frames)
 
 
 def test_waiting_would_be_found() -> None:

@@ -359,6 +359,35 @@ DEFECTS: tuple[Defect, ...] = (
         "waits = False",
         ("tests/session/test_momentum.py",),
     ),
+    Defect(
+        "auto takes codecs whose state it would drop",
+        "session/planner.py",
+        "if kept := set(named_codec(name).state_names) - {*UNSENT, WEIGHT}:",
+        "if kept := set():",
+        ("tests/session/test_momentum.py::test_auto_refuses_codecs_with_other_state",),
+    ),
+    Defect(
+        "auto drops momentum of a checkpoint without a word",
+        "session/checkpoint.py",
+        "if session.auto is not None and set(keys) - set(UNSENT) and dist.get_rank() == 0:",
+        "if False:",
+        ("tests/session/test_shards.py",),
+    ),
+    Defect(
+        "rank 0 ends the store before the others know who failed",
+        "casync/ranks/heartbeats.py",
+        "if self._rank != 0 or self._failure is None:",
+        "if True:",
+        ("tests/casync/test_heartbeats.py",),
+    ),
+    Defect(
+        "a thread asks a store that is gone for what another knows",
+        "casync/ranks/heartbeats.py",
+        "found = self._failure or self._recorded_failure() or self._find_silent(error)",
+        "self._failure = None\n"
+        "            found = self._recorded_failure() or self._find_silent(error)",
+        ("tests/casync/test_heartbeats.py",),
+    ),
     # --- codecs ---------------------------------------------------------------------------------
     Defect(
         "NaN enters the residual",
@@ -391,8 +420,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "a header that was changed on the way is believed",
         "codecs/frame.py",
-        "if check != (expected := _crc(view, num_bodies)):",
-        "if check != (expected := _crc(view, num_bodies)) and False:",
+        "if is_whole and check != (expected := _crc(view, num_bodies)):",
+        "if False and check != (expected := _crc(view, num_bodies)):",
         (FRAME,),
     ),
     Defect(

@@ -256,6 +256,13 @@ def test_what_is_no_checkpoint_of_this_model(told, case):
     assert BAD[case] in text and "\n" not in text
 
 
+def test_a_checkpoint_that_one_rank_lacks_is_refused_by_all(told):
+    """Catches: a rank that waits for the other, and calls that no longer match from then on."""
+    first, second = (result["one rank"] for result in told.results("bad_loads", range(2)))
+    assert first[1] == f"rank 1: {second[1]}"
+    assert [first[0], second[0]] == ["UsageError"] * 2 and first[2] and second[2]
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_a_refused_checkpoint_changes_nothing(told, case):
     """Catches: residuals and steps that are gone although nothing was loaded."""

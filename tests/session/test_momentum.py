@@ -2,6 +2,7 @@
 
 import logging
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import hipress.torch
 from hipress import session
 from hipress.errors import UsageError
 from hipress.plan import Decision, Plan
-from hipress.session import Adapter
+from hipress.session import Adapter, planner
 
 SHAPE = (64, 80)
 BLOCK = 1024
@@ -215,6 +216,14 @@ def test_auto_refuses_codecs_with_momentum(codec):
     """Catches: plain steps of `auto` without the momentum that the user has moved to the codec."""
     with pytest.raises(UsageError, match=r"^codecs holds .*, which applies momentum, and auto"):
         session.start({"a": torch.zeros(SHAPE)}, codecs=["int8", codec])
+
+
+def test_auto_refuses_codecs_with_other_state(monkeypatch):
+    """Catches: state of a user's codec that is dropped with the plan, unsaid."""
+    kept = SimpleNamespace(state_names=("residual", "average"))
+    monkeypatch.setattr(planner, "named_codec", lambda name: kept)
+    with pytest.raises(UsageError, match=r"^codecs holds 'mine', which keeps average, and auto"):
+        planner.allowed(["mine"], None)
 
 
 @pytest.mark.parametrize(("codec", "count"), [("momentum(onebit)", 1), ("onebit", 0)])

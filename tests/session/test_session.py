@@ -114,6 +114,7 @@ def test_modes_of_a_run(alone):
     [
         ({"c": np.zeros(3, np.float32)}, "gradient 'c' is not registered; the first registered"),
         ({"a": np.zeros(3, np.float32)}, "gradient 'a' has 3 elements and was registered with"),
+        ({"a": np.zeros((64, 64))}, "gradient 'a' has dtype float64 and was registered with"),
         ({"a": None}, "a is a NoneType that torch cannot share memory with"),
         ({"a": "text"}, "a is a str that torch cannot share memory with"),
     ],
@@ -124,6 +125,13 @@ def test_what_average_refuses(alone, change, text):
     with pytest.raises(UsageError, match="^" + text):
         run.average(arrays() | change)
     assert run.step == 0
+
+
+def test_average_refuses_a_list(alone):
+    """Catches: an AttributeError in place of a sentence."""
+    run = session.start(arrays(), codec="onebit")
+    with pytest.raises(UsageError, match="^average was given a list; give a dictionary of arrays"):
+        run.average(list(arrays().values()))
 
 
 def test_a_read_only_array_is_refused(alone):

@@ -1,6 +1,7 @@
-"""Checkpoints in shards, and momentum under `auto`: one rank, whose mean is what it gave."""
+"""Checkpoints in shards, also loaded by `auto`: one rank, whose mean is what it gave."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from hipress import session
 from hipress.casync.graphs.graph import Kind
 from hipress.errors import UsageError
-from hipress.plan import Decision, Plan
 from hipress.session import Mode, Settings, selection, setup, shards
 from hipress.session.session import Session
 from tests.session.test_nothing_is_lost import Loop, all_of_it, averaged, gradient, start
@@ -172,98 +172,93 @@ def test_a_session_that_is_not_enabled_says_so(tmp_path, caplog):
     assert "nothing is saved" in caplog.text and "are ignored" in caplog.text
 
 
+def foreign_file(folder):
+    folder.mkdir()
+    (folder / "model.pt").write_text("mine")
+    return folder / "model.pt"
+
+
+def foreign_old(folder):
+    return foreign_file(folder.with_name("sync.old"))
+
+
+def file_in_the_way(folder):
+    folder.write_text("mine")
+    return folder
+
+
+def other_checkpoint(folder):
+    dcp.save({"model": torch.ones(3)}, checkpoint_id=folder)
+    return folder / ".metadata"
+
+
+FOREIGN = {
+    foreign_file: "'model.pt', which sync.save has not written and would delete; give a folder of",
+    foreign_old: "sync.old' holds 'model.pt', which sync.save has not written",
+    file_in_the_way: "sync' is a file and would be replaced; give a folder of its own",
+    other_checkpoint: "holds a checkpoint with 'model', which sync.save has not written",
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN, ids=lambda make: make.__name__)
+def test_nothing_that_belongs_to_others_is_deleted(tmp_path, make):
+    """Catches: a model that was saved in the same folder, gone with the next `sync.save`."""
+    run, _ = stepped()
+    mine = make(tmp_path / "sync")
+    with pytest.raises(UsageError, match=re.escape(FOREIGN[make])):
+        run.save(tmp_path / "sync")
+    assert mine.exists()
+    run.save(tmp_path / "other")
+    run.save(tmp_path / "other")  # its own is replaced
+
+
+def test_statistics_count_the_steps_of_this_run(tmp_path):
+    """Catches: bytes of a few steps over the steps of the whole training."""
+    run, _ = stepped()
+    run.save(tmp_path / "sync")
+    other = start("onebit")
+    other.load(tmp_path / "sync")
+    averaged(other, gradient(3))
+    assert (other.step, other.stats().num_steps) == (4, 1)
+
+
 def test_keys_are_read_as_they_were_written():
     """Catches: names of parameters with slashes, dots or colons."""
     part = shards.Shard(3, Kind.BACK, 4, "residual", 0, 4096, "blocks/0.weight:x")
     assert shards.Shard.read(str(part)) == part
 
 
-# --- momentum under auto --------------------------------------------------------------------------
-
-PLANS = [
-    Plan(epoch=k, gradients={"a": Decision(codec=f"dgc(ratio={ratio})")})
-    for k, ratio in enumerate((0.01, 0.02), 1)
-]
+# --- auto -----------------------------------------------------------------------------------------
 
 
-class Steered:
-    """A session of `auto` whose steps a test decides."""
-
-    def __init__(self):
-        asked = selection.rules(
-            codec=None, strategy=None, plan=None, exclude=(), include=(), min_size=0,
-            default_codec="int8",
-        )  # fmt: skip
-        decision = setup.Decision(rules=asked, is_auto=True, codecs=("dgc",))
-        self.run = Session(asked, Settings())
-        spec = session._spec("a", torch.zeros(SHAPE))
-        setup.begin(self.run, decision, [spec], ["a"])
-        self.run.auto.begin = lambda run: self.directive
-
-    def step(self, value, mode, plan=None):
-        self.directive = (mode, plan)
-        self.run.auto._state_epoch = plan.epoch if plan else None
-        self.run.auto._is_plain = plan is None
-        return averaged(self.run, value)
-
-    def velocity(self):
-        held = self.run.engine.states.assemble("a", 64 * 80, torch.device("cpu"))
-        return held.get((Kind.FRAME, 1, "velocity"), torch.zeros(64 * 80))
-
-
-def check_continues(run, before):
-    """That a codec goes on with a velocity: without a gradient it shrinks, or is sent and zero."""
-    for _ in range(2):
-        run.step(torch.zeros(SHAPE), Mode.PLAIN)
-    run.step(torch.zeros(SHAPE), Mode.COMPRESSED, PLANS[1])
-    after = run.velocity()
-    assert after.any()
-    torch.testing.assert_close(after[after != 0], (0.9 * before)[after != 0])
-    assert (after != 0).float().mean() > 0.9
-
-
-def compressed(run):
-    for step in range(3):
-        run.step(gradient(step), Mode.COMPRESSED, PLANS[0])
-    found = run.velocity()
-    assert (found != 0).float().mean() > 0.9
-    return found
+def uncompressed_auto():
+    """Returns a session of `auto` whose steps are all uncompressed."""
+    asked = selection.rules(
+        codec=None, strategy=None, plan=None, exclude=(), include=(), min_size=0,
+        default_codec="int8",
+    )  # fmt: skip
+    decision = setup.Decision(rules=asked, is_auto=True, codecs=("int8",))
+    run = Session(asked, Settings())
+    setup.begin(run, decision, [session._spec("a", torch.zeros(SHAPE))], ["a"])
+    run.auto.begin = lambda run: (Mode.PLAIN, None)
+    return run
 
 
 @pytest.mark.parametrize("form", ["state_dict", "shards"])
-@pytest.mark.parametrize("again", [False, True])
-def test_momentum_waits_for_the_next_plan(tmp_path, form, again):
-    """Catches: momentum that a checkpoint of `auto` lacks, or that the uncompressed steps at the
-    beginning of a resumed run drop; again: a run that is saved before it has a plan."""
-    run = Steered()
-    before = compressed(run)
-    for _ in range(1 + again):
-        other = Steered()
-        if form == "state_dict":
-            other.run.load_state_dict(run.run.state_dict())
-        else:
-            run.run.save(tmp_path / "sync")
-            other.run.load(tmp_path / "sync")
-        other.step(torch.zeros(SHAPE), Mode.PLAIN)
-        run = other
-    check_continues(run, before)
-
-
-def test_momentum_outlives_a_plan():
-    """Catches: momentum that is dropped where residuals are sent, between two plans."""
-    run = Steered()
-    before = compressed(run)
-    run.step(torch.zeros(SHAPE), Mode.FLUSHING)
-    assert not run.run.engine.states.num_bytes
-    check_continues(run, before)
-
-
-def test_a_checkpoint_of_auto_has_the_same_names_in_every_phase():
-    """Catches: a fresh run whose checkpoint has no place for what DCP is to load."""
-    run = Steered()
-    first = run.run.state_dict()["momentum"]
-    assert {name: list(held) for name, held in first.items()} == {"a": ["velocity"]}
-    assert not first["a"]["velocity"].any()
-    compressed(run)
-    held = run.run.state_dict()["momentum"]
-    assert list(held) == ["a"] and held["a"]["velocity"].any()
+@pytest.mark.parametrize("codec", ["onebit", "dgc(ratio=0.05)"])
+def test_auto_owes_the_residual_and_says_what_it_drops(tmp_path, caplog, form, codec):
+    """Catches: momentum that a run of `auto` drops without a word, or a residual that it loses."""
+    run = start(codec)
+    for step in range(3):
+        averaged(run, gradient(step))
+    held = run.engine.states.assemble("a", 64 * 80, torch.device("cpu"))
+    left = sum(v for (_, _, key), v in held.items() if key == "residual")
+    other = uncompressed_auto()
+    if form == "state_dict":
+        other.load_state_dict(run.state_dict())
+    else:
+        run.save(tmp_path / "sync")
+        other.load(tmp_path / "sync")
+    lost = [text for text in caplog.messages if "the momentum in the checkpoint is dropped" in text]
+    assert len(lost) == codec.startswith("dgc")
+    torch.testing.assert_close(averaged(other, torch.zeros(SHAPE)).reshape(-1), left)

@@ -215,21 +215,30 @@ def read_frame(
     return header, tuple(bodies)
 
 
-def read_single(frame: Readable, codec_hash: int | None = None) -> tuple[Header, BodyView]:
-    """Checks a frame of one body, as `read_frame` does, and returns its header and that body."""
+def read_single(
+    frame: Readable, codec_hash: int | None = None, num_bytes: int | None = None
+) -> tuple[Header, BodyView]:
+    """Checks a frame of one body, as `read_frame` does, and returns its header and that body.
+
+    Args:
+        frame: All bytes of the frame, or those before its body.
+        codec_hash: The hash that the frame must carry; None takes any.
+        num_bytes: The length of the whole frame where only its start is given.
+    """
     view = _view(frame)
-    header, num_bodies = _read_header(view, codec_hash)
+    total_bytes = len(view) if num_bytes is None else num_bytes
+    header, num_bodies = _read_header(view, codec_hash, total_bytes)
     if num_bodies != 1:
         raise FrameError(
             f"frame holds {num_bodies} bodies where one was expected; decode it with "
             "codec.bulk([...]).decode, or read it with read_frame."
         )
-    numel, num_bytes = _ENTRY.unpack_from(view, HEADER_BYTES)
-    _check_entry(0, numel, num_bytes)
+    numel, body_bytes = _ENTRY.unpack_from(view, HEADER_BYTES)
+    _check_entry(0, numel, body_bytes)
     offset = HEADER_BYTES + ENTRY_BYTES
-    if offset + num_bytes != len(view):
-        raise _bad_end(offset + num_bytes, len(view))
-    return header, BodyView(numel, offset, num_bytes)
+    if offset + body_bytes != total_bytes:
+        raise _bad_end(offset + body_bytes, total_bytes)
+    return header, BodyView(numel, offset, body_bytes)
 
 
 def set_flag(frame: Writable, flag: int) -> None:
@@ -305,9 +314,14 @@ def _num_bodies(view: memoryview[Any]) -> int:
     return _read_header(view, None)[1]  # raises and says what is wrong
 
 
-def _read_header(view: memoryview[Any], codec_hash: int | None) -> tuple[Header, int]:
-    """Returns header and number of bodies; header and table are then known to be whole."""
-    num_bytes = len(view)
+def _read_header(
+    view: memoryview[Any], codec_hash: int | None, num_bytes: int | None = None
+) -> tuple[Header, int]:
+    """Returns header and number of bodies; header and table are then known to be whole.
+
+    Of the first bytes of a frame of `num_bytes`, what they hold of the two is checked.
+    """
+    num_bytes = len(view) if num_bytes is None else num_bytes
     if num_bytes < HEADER_BYTES:
         raise _short(num_bytes)
     (
@@ -347,7 +361,8 @@ def _read_header(view: memoryview[Any], codec_hash: int | None) -> tuple[Header,
             f"frame claims {num_bodies} bodies, whose table does not fit in its {num_bytes} bytes: "
             "it is damaged; send it again."
         )
-    if check != (expected := _crc(view, num_bodies)):
+    is_whole = HEADER_BYTES + ENTRY_BYTES * num_bodies <= len(view)
+    if is_whole and check != (expected := _crc(view, num_bodies)):
         raise FrameError(
             f"frame has check {check:#010x} and its header and table give {expected:#010x}: they "
             "were changed after they were written; send it again."

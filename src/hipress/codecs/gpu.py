@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hipress.codecs import frame
 from hipress.codecs.base import lr_ratio
-from hipress.compll.backends.gpu.runtime import DeviceCache, Gradient, Kernels, Sizes
+from hipress.compll.backends.gpu.runtime import Gradient, Kernels, Sizes, copied
 from hipress.compll.passes.derive import ALPHA, MU, RHO
 from hipress.errors import FrameError, UsageError
 
@@ -38,52 +40,40 @@ class GpuKernels:
         self._encode = Kernels(loaded.module, "encode")
         self._decode = Kernels(loaded.module, "decode")
         self._decode_add = Kernels(loaded.module, "decode_add")
-        self._headers = DeviceCache()
 
     def encode(
         self, x: torch.Tensor, states: list[torch.Tensor], state: State | None, out: torch.Tensor
     ) -> None:
         """Writes the frame of `x` to `out`; updates the states."""
-        codec, device = self._codec, x.device
+        device, numel, kernels = x.device, x.numel(), self._encode
         raise_pending(device)
-        if x.numel() == 0:
+        if numel == 0:
+            header = np.frombuffer(header_of(self._codec, 0), np.uint8)
             out.zero_()
-            out[: frame.frame_bytes([0])] = self.header(0, device)
+            out[: len(header)] = copied([header], device)[0]
             if self._loaded.encode.random:
                 assert state is not None
                 out[8:16].view(torch.int64).copy_(state["step"])
             return
-        params = codec.bound.floats(self._loaded.encode, {MU: codec.mu})
-        sizes = self._encode.sizes([Gradient(x.numel(), params, frame.frame_bytes([0]))], device)
-        _refusals[device] = self._encode.refusals
+        sizes = kernels.sizes(numel, device, lambda: self._described(numel, None))
+        _refusals[device] = kernels.refusals
         rng = _rng(self._loaded.encode, state, device)
-        self._encode(
-            sizes,
-            self.header(x.numel(), device),
-            out,
-            [_flat(x.contiguous()), *states],
-            rng,
-            _ratio(state, device),
-            error_word(device),
-        )
+        memory = [_elements(x.contiguous()), *states]
+        kernels(sizes, out, memory, error_word(device), rng, _ratio(state, device))
 
     def decode(
         self, payload: torch.Tensor, out: torch.Tensor, *, add: bool, alpha: float, waits: bool
     ) -> None:
         """Writes `alpha * decoded` to `out`, or adds it; `waits` makes it find damage at once."""
-        device = out.device
+        device, numel = out.device, out.numel()
         raise_pending(device)
         kernels = self._decode_add if add else self._decode
-        params = self._codec.bound.floats(self._loaded.decode, {ALPHA: alpha})
-        sizes = kernels.sizes([Gradient(out.numel(), params, frame.frame_bytes([0]))], device)
-        word = error_word(device)
-        header = self.header(out.numel(), device)
-        zero = _zeros(device)
+        sizes = kernels.sizes((numel, alpha), device, lambda: self._described(numel, alpha))
         _refusals[device] = kernels.refusals
-        kernels(sizes, header, payload, [_flat(out)], [zero] * 3, _one(device), word)
+        kernels(sizes, payload, [_elements(out)], error_word(device))
         if waits:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)
+                torch.cuda.current_stream(device).synchronize()
             raise_pending(device)
 
     def encode_bulk(
@@ -97,17 +87,10 @@ class GpuKernels:
         """Writes the frame of many gradients in the launches of one."""
         device = flat.device
         raise_pending(device)
-        params = self._codec.bound.floats(self._loaded.encode, {MU: self._codec.mu})
-        sizes = self._bulk_sizes(bulk, self._encode, params, device)
-        self._encode(
-            sizes,
-            self._bulk_header(bulk, device),
-            out,
-            [_flat(flat), *states],
-            _rng(self._loaded.encode, state, device, len(bulk.numels)),
-            _ratio(state, device),
-            error_word(device),
-        )
+        sizes = self._bulk_sizes(bulk, self._encode, None, device)
+        rng = _rng(self._loaded.encode, state, device, len(bulk.numels))
+        memory = [_elements(flat), *states]
+        self._encode(sizes, out, memory, error_word(device), rng, _ratio(state, device))
 
     def decode_bulk(
         self, bulk: Bulk, payload: torch.Tensor, out: torch.Tensor, *, add: bool, alpha: float
@@ -116,45 +99,41 @@ class GpuKernels:
         device = out.device
         raise_pending(device)
         kernels = self._decode_add if add else self._decode
-        params = self._codec.bound.floats(self._loaded.decode, {ALPHA: alpha})
-        sizes = self._bulk_sizes(bulk, kernels, params, device)
+        sizes = self._bulk_sizes(bulk, kernels, alpha, device)
         _refusals[device] = kernels.refusals
-        rng = [_zeros(device, len(bulk.numels))] * 3
-        header = self._bulk_header(bulk, device)
-        kernels(sizes, header, payload, [_flat(out)], rng, _one(device), error_word(device))
+        kernels(sizes, payload, [_elements(out)], error_word(device))
+
+    def _params(self, alpha: float | None) -> tuple[float, ...]:
+        """Returns the parameters of encode, or those of decode with a factor."""
+        bound, loaded = self._codec.bound, self._loaded
+        if alpha is None:
+            return bound.floats(loaded.encode, {MU: self._codec.mu})
+        return bound.floats(loaded.decode, {ALPHA: alpha})
+
+    def _described(self, numel: int, alpha: float | None) -> tuple[list[Gradient], list[bytes]]:
+        header = header_of(self._codec, numel)
+        return [Gradient(numel, self._params(alpha), len(header))], [header]
 
     def _bulk_sizes(
-        self, bulk: Bulk, kernels: Kernels, params: tuple[float, ...], device: torch.device
+        self, bulk: Bulk, kernels: Kernels, alpha: float | None, device: torch.device
     ) -> Sizes:
         def make() -> Sizes:
+            params = self._params(alpha)
             rows = zip(bulk.numels, bulk.places, bulk.offsets, strict=True)
             gradients = [Gradient(n, params, place, at) for n, place, at in rows]
-            return kernels.make(gradients, device)
+            return kernels.make(gradients, [bulk.header.numpy().tobytes()], device=device)
 
-        sizes: Sizes = bulk.kept.get((kernels.name, self._dtype, params, device), device, make)
+        sizes: Sizes = bulk.kept.get((kernels.name, self._dtype, alpha, device), device, make)
         return sizes
 
-    @staticmethod
-    def _bulk_header(bulk: Bulk, device: torch.device) -> torch.Tensor:
-        header: torch.Tensor = bulk.kept.get(
-            ("header", device), device, lambda: bulk.header.to(device)
-        )
-        return header
 
-    def header(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Returns header and table of the frame of `numel` elements, on the device."""
-
-        def make() -> torch.Tensor:
-            size = self._codec.wire_bytes(numel)
-            head = torch.zeros(size, dtype=torch.uint8)
-            body = frame.Body(numel, size - frame.frame_bytes([0]))
-            frame.write_header(
-                head.numpy(), frame.Header(codec_hash=self._codec.codec_hash), [body]
-            )
-            return head[: frame.frame_bytes([0])].clone().to(device)
-
-        header: torch.Tensor = self._headers.get((numel, device), device, make)
-        return header
+def header_of(codec: ProgramCodec, numel: int) -> bytes:
+    """Returns header and table of a codec's frame of `numel` elements."""
+    size, head = codec.wire_bytes(numel), frame.frame_bytes([0])
+    whole = np.zeros(size, np.uint8)  # pages that nobody touches take no memory
+    header = frame.Header(codec_hash=codec.codec_hash)
+    frame.write_header(whole, header, [frame.Body(numel, size - head)])
+    return whole[:head].tobytes()
 
 
 class GpuMerge:
@@ -177,22 +156,32 @@ class GpuMerge:
         """Writes the frame of the mean to `out`."""
         device = out.device
         raise_pending(device)
-        values = dict(self._worker.bound.values) | dict(self._back.bound.values)
-        values |= {ALPHA: alpha, MU: self._back.mu, RHO: 1.0}
-        params = tuple(float(values[name]) for name in self._kernel.params)
-        sizes = self._merge.sizes([Gradient(numel, params, frame.frame_bytes([0]))], device)
-        expected = self._worker.gpu("f32").header(numel, device)
-        header = self._back.gpu("f32").header(numel, device)
+
+        def described() -> tuple[list[Gradient], list[bytes]]:
+            values = dict(self._worker.bound.values) | dict(self._back.bound.values)
+            values |= {ALPHA: alpha, MU: self._back.mu, RHO: 1.0}
+            params = tuple(float(values[name]) for name in self._kernel.params)
+            headers = [header_of(codec, numel) for codec in (self._back, self._worker)]
+            return [Gradient(numel, params, len(headers[0]))], headers
+
+        sizes = self._merge.sizes((numel, alpha), device, described)
         _refusals[device] = self._merge.refusals
-        memory = [expected, *payloads, *states]
+        memory = [sizes.headers[1], *payloads, *states]
         rng = _rng(self._kernel, state, device)
-        self._merge(sizes, header, out, memory, rng, _ratio(state, device), error_word(device))
+        self._merge(sizes, out, memory, error_word(device), rng, _ratio(state, device))
 
 
 @cache
 def error_word(device: torch.device) -> torch.Tensor:
     """Returns the word that kernels set when they find damage, in memory that the host can read."""
     return torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+@cache
+def _error_view(device: torch.device) -> NDArray[np.int32]:
+    """Returns the same word for the host, which reads it in every call."""
+    view: NDArray[np.int32] = error_word(device).numpy()
+    return view
 
 
 _refusals: dict[torch.device, tuple[str, ...]] = {}
@@ -206,9 +195,8 @@ def raise_pending(device: torch.device | str) -> None:
     call, do it yourself when `torch.cuda.synchronize()` has returned.
     """
     device = torch.device(device)
-    word = error_word(device)
-    found = int(word[0])
-    if found:
+    word = _error_view(device)
+    if found := int(word[0]):
         word[0] = 0
         reasons = _refusals.get(device, ())
         reason = reasons[found - 1] if found <= len(reasons) else "its payload is wrong"
@@ -218,26 +206,12 @@ def raise_pending(device: torch.device | str) -> None:
         )
 
 
-# Copied from the host, not filled on the device: the first caller waits until they are there, and
-# no other stream can read them before.
-
-
-@cache
-def _zeros(device: torch.device, count: int = 1) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int64).to(device)
-
-
-@cache
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, dtype=torch.float32).to(device)
-
-
 def _rng(
     kernel: Kernel, state: State | None, device: torch.device, count: int = 1
-) -> list[torch.Tensor]:
-    """Returns seed, stream and step on the device; zeros if no random number is drawn."""
+) -> list[torch.Tensor] | None:
+    """Returns seed, stream and step on the device; None if no random number is drawn."""
     if not kernel.random:
-        return [_zeros(device, count)] * 3
+        return None
     assert state is not None
     found = [state[key] for key in ("seed", "stream", "step")]
     for key, held, numel in zip(("seed", "stream", "step"), found, (count, count, 1), strict=True):
@@ -250,17 +224,17 @@ def _rng(
     return found
 
 
-def _ratio(state: State | None, device: torch.device) -> torch.Tensor:
-    """Returns the factor on the residual, on the device."""
+def _ratio(state: State | None, device: torch.device) -> torch.Tensor | None:
+    """Returns the factor on the residual, on the device; None if it is 1."""
     given = None if state is None else state.get("lr_ratio")
     if given is None:
-        return _one(device)
+        return None
     if isinstance(given, torch.Tensor) and given.device == device and given.numel() == 1:
         return given.to(torch.float32)
-    return torch.tensor(lr_ratio(state)).to(device)
+    return torch.full((1,), lr_ratio(state), dtype=torch.float32, device=device)  # nothing waits
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def _elements(x: torch.Tensor) -> torch.Tensor:
     """Returns the elements as kernels take them: bfloat16 as its bits."""
-    x = x.detach().reshape(-1)
+    x = x.detach() if x.requires_grad else x
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x

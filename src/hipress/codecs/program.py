@@ -284,10 +284,11 @@ class ProgramCodec(Codec):
     def _decode_on_gpu(
         self, payload: torch.Tensor, out: torch.Tensor | None, add: bool, alpha: float
     ) -> torch.Tensor:
-        """Reads and checks the whole frame on the host if there is no `out`."""
+        """Reads and checks the frame's header on the host if there is no `out`."""
         waits = out is None
         if out is None:
-            _, body = frame.read_single(payload.cpu().numpy(), self.codec_hash)
+            head = payload[:HEAD_BYTES].cpu().numpy()
+            _, body = frame.read_single(head, self.codec_hash, payload.numel())
             self._check_body(body)
             out = torch.empty(body.numel, dtype=torch.float32, device=payload.device)
         if payload.numel() != self.wire_bytes(out.numel()):

@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 Type = Literal["float", "int", "bool"]
 
+INT_MIN, INT_MAX = -(2**63), 2**63 - 1
+
 MAX_NUMEL = 2**32 - 1
 """Most elements of one gradient: an index fits `uint32` on the wire."""
 
@@ -70,11 +72,18 @@ class Expr:
     """Made of sizes and parameters only: computed on the host, in double precision."""
     depth: int
     """Operations on the longest way down to a leaf."""
+    weight: int
+    """Operations of a host value, counted at each use: its text repeats them."""
 
     @property
     def narrow(self) -> bool:
         """Whether 32 signed bits hold every possible value of this int."""
         return -(2**31) <= self.lo and self.hi < 2**31
+
+    @property
+    def wraps(self) -> bool:
+        """Whether this int may be any of 64 bits: arithmetic that makes it may have wrapped."""
+        return self.lo == INT_MIN and self.hi == INT_MAX
 
     @property
     def is_load(self) -> bool:
@@ -291,7 +300,7 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """`array[index] += value` for each element of the domain; a bad index is an error."""
+    """`array[index] += value` for each element of the domain; a wrong index is an error."""
 
     length: Expr
     index: Expr
@@ -300,6 +309,12 @@ class Scatter:
     clear: bool
     distinct: bool = False
     """Whether no two indices can be equal."""
+    bad: Expr | None = None
+    """What makes an index in range wrong: one of a payload must lie above the one before."""
+
+    @property
+    def exprs(self) -> list[Expr]:
+        return [self.index, self.value, *([] if self.bad is None else [self.bad])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +356,7 @@ def pass_exprs(p: Pass) -> list[Expr]:
     elif isinstance(p, Scan):
         exprs += [*p.fold.exprs, p.fold.length]
     elif isinstance(p, Scatter):
-        exprs += [p.length, p.index, p.value]
+        exprs += [p.length, *p.exprs]
     elif isinstance(p, Select | Sorting):
         exprs += p.sort.ranks
     return exprs

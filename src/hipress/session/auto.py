@@ -135,11 +135,6 @@ class Auto:
                 f"with {', '.join(self._planner.codecs)} are tried."
             )
 
-    @property
-    def codecs(self) -> tuple[str, ...]:
-        """Codecs that plans may use."""
-        return self._planner.codecs
-
     def stop(self) -> None:
         """Ends all measuring: the session is being detached."""
         self._planner.end()

@@ -7,7 +7,6 @@
                 element lies on one rank
     mean        name: the sum of all of it over ranks, for a run with another number of ranks
     owed        name: what every rank adds to its next gradient besides; mostly zero
-    momentum    of `auto` only; name, key: the mean over ranks of an average of past gradients
 
 Everything is stored by element, nothing by chunk or bucket, because the cutting of gradients may
 change between runs.
@@ -16,7 +15,7 @@ change between runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,6 @@ from hipress.casync.engine.recipe import codes_local
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.graph import Kind, Verb
 from hipress.codecs.base import WEIGHT, Codec, State
-from hipress.codecs.table import codec as named_codec
 from hipress.errors import UsageError
 from hipress.session.mode import Mode
 
@@ -54,20 +52,19 @@ def unsent(engine: Engine, gradient: Gradient) -> torch.Tensor:
     return total
 
 
-def momentum(engine: Engine, gradient: Gradient) -> State:
-    """Returns this rank's averages of past gradients, which codecs keep and do not send."""
-    held = engine.states.assemble(gradient.name, gradient.numel, gradient.spec.device)
-    return {
-        key: value
-        for (kind, merged, key), value in held.items()
-        if (kind, merged) == (Kind.FRAME, 1) and key not in (*UNSENT, WEIGHT)
-    }
-
-
 def give_momentum(engine: Engine, name: str, held: State) -> None:
     """Gives averages of past gradients to the codec that next works on a gradient."""
     for key, value in held.items():
         engine.states.preload(name, Kind.FRAME, 1, key, value)
+
+
+def warn_of_lost_momentum(session: Session, keys: Iterable[str]) -> None:
+    """Warns if a checkpoint holds averages of past gradients and this run is one of `auto`."""
+    if session.auto is not None and set(keys) - set(UNSENT) and dist.get_rank() == 0:
+        _log.warning(
+            "the momentum in the checkpoint is dropped, because no codec of auto applies momentum: "
+            "name the codec that the checkpoint was saved with, or set the optimizer's momentum."
+        )
 
 
 def save(session: Session) -> dict[str, Any]:
@@ -119,13 +116,9 @@ def _without_plan(session: Session, state: dict[str, Any]) -> dict[str, Any]:
     """Makes a checkpoint of `auto` independent of the plan that happens to be in use.
 
     A resumed run begins uncompressed. So every rank owes what codecs hold: the mean of it, which is
-    all that training sees. Momentum waits for the first plan with a codec that keeps it.
+    all that training sees; no codec of `auto` keeps anything else.
     """
     state["gradients"], state["ranks"], state["shared"] = {}, {}, {}
-    assert session.auto is not None
-    found = {key for name in session.auto.codecs for key in _memory(named_codec(name))}
-    keys = sorted(found - set(UNSENT))
-    state["momentum"] = {}
     for name, gradient in session.gradients.items():
         if session.rules.choice(gradient.spec).reason:
             continue  # no plan compresses it
@@ -133,48 +126,40 @@ def _without_plan(session: Session, state: dict[str, Any]) -> dict[str, Any]:
         owed = state["owed"].setdefault(name, torch.zeros(gradient.numel))
         if (left := state["mean"].get(name, {}).get("residual")) is not None:
             state["owed"][name] = owed + left
-        if keys:
-            state["momentum"][name] = _mean_momentum(session, gradient, keys)
     state["mean"] = {}
     return state
 
 
-def _mean_momentum(session: Session, gradient: Gradient, keys: Sequence[str]) -> State:
-    """Returns the mean over ranks, zero for what no codec holds; collective."""
-    engine = session.engine
-    held = momentum(engine, gradient)
-    share = _factor(engine, gradient, Kind.FRAME, 1) / engine.transport.num_ranks
-    found = {}
-    for key in keys:
-        mean = torch.zeros(gradient.numel, device=gradient.spec.device)
-        if key in held:
-            mean.add_(held[key], alpha=share)
-        with named(session):
-            dist.all_reduce(mean, group=session.process_group)
-        found[key] = mean.cpu()
-    return found
-
-
 def load(session: Session, state: dict[str, Any]) -> None:
-    """Loads a checkpoint, or raises and changes nothing."""
-    _check(state)
+    """Loads a checkpoint, or raises on all ranks and changes nothing."""
     if session.mode.current is Mode.DETACHED:
+        _check(state)
         _log.warning(
             "the residuals of the checkpoint are ignored: the exchange is %s.",
             "detached" if session.enabled else "not enabled",
         )
         return
-    for name, facts in state["gradients"].items() if session.gradients else ():
-        _check_fit(session, state, name, facts)
-    for name, held in state.get("momentum", {}).items() if session.gradients else ():
-        for value in held.values():
-            is_trained(session, name, value.numel())
-    owed = _owed(session, state)
+    problem: UsageError | None = None
+    owed: dict[str, torch.Tensor] = {}
+    try:
+        _check(state)
+        for name, facts in state["gradients"].items() if session.gradients else ():
+            _check_fit(session, state, name, facts)
+        owed = _owed(session, state)
+    except UsageError as error:
+        problem = error
     if session.is_open:
         session.engine.wait_idle()
-        session.engine.agree(
-            "load_state_dict", {"step": state["step"], "world_size": state["world_size"]}
-        )
+        told = session.engine.agree("load_state_dict", {}, share=problem and str(problem))
+        for rank, other in enumerate(told):
+            if other is not None and problem is None:
+                problem = UsageError(f"rank {rank}: {other}")
+    if problem is not None:
+        raise problem
+    if session.is_open:
+        facts = {"step": state["step"], "world_size": state["world_size"]}
+        session.engine.agree("load_state_dict", facts)
+    warn_of_lost_momentum(session, (key for mean in state["mean"].values() for key in mean))
     session.step, session.scale = int(state["step"]), state["scale"]
     session.rates = {}
     session.owed.clear()
@@ -189,11 +174,7 @@ def load(session: Session, state: dict[str, Any]) -> None:
 def restore(session: Session, gradient: Gradient) -> None:
     """Gives loaded state to a gradient that has just been registered."""
     state, engine, name = session.loaded, session.engine, gradient.name
-    if state is None:
-        return
-    held = state.get("momentum", {}).get(name, {})
-    give_momentum(engine, name, {key: value for key, value in held.items() if value.any()})
-    if name not in state["gradients"]:
+    if state is None or name not in state["gradients"]:
         return
     facts = state["gradients"][name]
     _check_fit(session, state, name, facts)
@@ -246,8 +227,6 @@ def _check(state: dict[str, Any]) -> None:
                 "load_state_dict was given something else than what sync.state_dict() returned: "
                 f"{key!r} is {given.get(key)!r}; load the entry of your checkpoint that holds it."
             )
-    if not newer and not isinstance(given.get("momentum", {}), dict):
-        raise UsageError("the checkpoint's momentum is damaged; load an older one.")
     if state["version"] > VERSION:
         raise UsageError(
             f"the checkpoint has version {state['version']} and this hipress reads up to "

@@ -53,17 +53,13 @@ class Owed(dict[str, torch.Tensor]):
         return True, later
 
     def flush(self, engine: Engine, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Adds what the codecs of a bucket have not sent; then they hold momentum at most."""
+        """Adds what the codecs of a bucket have not sent, and clears their state."""
         for group in bucket.groups:
-            momentum = {}
             for gradient, (start, stop) in zip(group.gradients, group.spans, strict=True):
                 if gradient.is_compressed:
                     engine.wait_idle()
                     buffer[start:stop].add_(checkpoint.unsent(engine, gradient))
-                    momentum[gradient.name] = checkpoint.momentum(engine, gradient)
             engine.forget(group.names)
-            for name, held in momentum.items():
-                checkpoint.give_momentum(engine, name, held)  # to the next plan of `auto`
 
     def note_sent(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         """Notes a bucket of this step whose mean the framework may throw away."""

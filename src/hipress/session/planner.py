@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hipress.codecs.base import WEIGHT
 from hipress.codecs.table import codec as named_codec
 from hipress.errors import UsageError
 from hipress.probe import codec_costs, links
@@ -15,6 +16,7 @@ from hipress.profile import Machine, ModelProfile, Profile
 from hipress.secopa import search
 from hipress.secopa.budget import BUDGETS, CAREFUL, PASSED, Budget
 from hipress.session.buckets import has_momentum
+from hipress.session.checkpoint import UNSENT
 from hipress.session.selection import can_take
 from hipress.session.timing import MODEL_TIMES, GradientTimer, merged
 
@@ -67,6 +69,12 @@ def allowed(
                 f"codecs holds {name!r}, which applies momentum, and auto also runs uncompressed "
                 "steps, in which nothing would apply it; name codecs without momentum, such as "
                 f"'onebit', or give codec={name!r} in place of auto."
+            )
+        if kept := set(named_codec(name).state_names) - {*UNSENT, WEIGHT}:
+            raise UsageError(
+                f"codecs holds {name!r}, which keeps {', '.join(sorted(kept))}, and auto sends "
+                "residuals alone when it changes plans; name codecs that keep residuals only, such "
+                f"as 'onebit', or give codec={name!r} in place of auto."
             )
     return tuple(dict.fromkeys(found))
 

@@ -109,6 +109,8 @@ class Session:
         self.process_group = group
         self._enabled = enabled
         self.step = 0
+        self.num_steps = 0
+        """Number of steps since the session started; `step` also counts those before a resume."""
         """Number of finished steps."""
         self.untrained: frozenset[str] = frozenset()
         """Names of parameters without a gradient: frozen, or ignored by the framework."""
@@ -165,6 +167,11 @@ class Session:
             1
             >>> dist.destroy_process_group()
         """
+        if not isinstance(gradients, Mapping):
+            raise UsageError(
+                f"average was given a {type(gradients).__name__}; give a dictionary of arrays by "
+                "the names that were registered."
+            )
         values = {name: as_tensor(array, name) for name, array in gradients.items()}
         for name, value in values.items():
             known = self.gradients.get(name)
@@ -177,6 +184,15 @@ class Session:
                 raise UsageError(
                     f"gradient {name!r} has dtype {str(value.dtype).removeprefix('torch.')}; give "
                     "floating-point elements, which have a mean."
+                )
+            if known is not None and value.dtype != known.spec.dtype:
+                given, registered = (
+                    str(dtype).removeprefix("torch.") for dtype in (value.dtype, known.spec.dtype)
+                )
+                raise UsageError(
+                    f"gradient {name!r} has dtype {given} and was registered with {registered}, "
+                    "for which its codec was chosen; convert it, or start the session with arrays "
+                    f"of {given}."
                 )
             if known is not None and value.numel() != known.numel:
                 raise UsageError(
@@ -510,6 +526,7 @@ class Session:
     def end_step(self) -> None:
         """Ends a step after the framework took the averages; raises what went wrong in it."""
         self.step += 1
+        self.num_steps += 1
         note_step_end(self.auto)
         if self.mode.current is Mode.DETACHED:
             return
@@ -526,8 +543,6 @@ class Session:
         if self.step > self.settings.warmup_steps:
             if self.auto is None or self.auto.has_taken_state:
                 self.loaded = None
-            # A plan of `auto` that comes later takes over momentum.
-            if self.auto is None or self.mode.is_leaving or self.mode.current.compresses:
                 self.engine.states.drop_preloaded()
         if self._tracer is not None:
             self._tracer.on_step_end()

@@ -95,6 +95,8 @@ def save(session: Session, folder: Path) -> None:
 
     def clear() -> None:
         if is_first:
+            for path in (folder, _old(folder), partial):
+                _refuse_foreign(path)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
@@ -128,6 +130,29 @@ def save(session: Session, folder: Path) -> None:
         raise
 
 
+def _refuse_foreign(path: Path) -> None:
+    """Raises if anything would be deleted with a path that `save` has not written."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise OSError(f"{str(path)!r} is a file and would be replaced; give a folder of its own")
+    for one in sorted(path.iterdir()):
+        if one.suffix != ".distcp" and not one.name.startswith(METADATA):
+            raise OSError(
+                f"{str(path)!r} holds {one.name!r}, which sync.save has not written and would "
+                f"delete; give a folder of its own, such as {str(path / 'sync')!r}"
+            )
+    if (path / METADATA).exists():
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        for key in FileSystemReader(path).read_metadata().state_dict_metadata:
+            if key != FACTS and not key.startswith(("rank", "owed/")):
+                raise OSError(
+                    f"{str(path)!r} holds a checkpoint with {key!r}, which sync.save has not "
+                    "written and would delete; give a folder of its own"
+                )
+
+
 def replace(new: Path, folder: Path) -> None:
     """Puts a folder in the place of another; one of the two is always complete (see `found_in`)."""
     old = _old(folder)
@@ -159,7 +184,7 @@ def shards(session: Session) -> dict[str, torch.Tensor]:
     found = {FACTS: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     found |= {f"owed/{name}": owed for name, owed in session.owed.items()}
     rank = engine.transport.rank
-    for gradient in session.gradients.values():
+    for gradient in filter(lambda one: one.is_compressed, session.gradients.values()):
         for key, state in _held(engine, gradient):
             for name, value in state.items():
                 if name not in (*RANDOM_KEYS, WEIGHT):
@@ -182,7 +207,7 @@ def _facts(session: Session) -> dict[str, Any]:
         "gradients": {
             gradient.name: _described(gradient)
             for gradient in session.gradients.values()
-            if gradient.is_compressed or engine.states.has_preloaded(gradient.name)
+            if gradient.is_compressed
         },
         "owed": {name: owed.numel() for name, owed in session.owed.items()},
     }
@@ -208,8 +233,6 @@ def _held(engine: Engine, gradient: Gradient) -> Iterator[tuple[Key, State]]:
 def _keys(engine: Engine, gradient: Gradient) -> list[Key]:
     """Returns the partitions that this rank encodes, in each role."""
     name, placements = gradient.name, gradient.placements
-    if not gradient.is_compressed:  # momentum that waits for a plan
-        return [Key(name, 0, gradient.numel, Kind.FRAME, 1)]
     codec, hosts = gradient.choice.codec, engine.hosts
     cluster = strategies.Cluster(hosts=hosts, codes_local=codes_local(codec, len(hosts)))
     build = strategies.get(gradient.choice.strategy).build
@@ -269,6 +292,8 @@ def load(session: Session, folder: Path, entry: str) -> None:
     engine.states.clear()
     for key, state in loaded.parts.items():
         engine.states.restore(key, state)
+    keys = {key for held in loaded.momentum.values() for key in held}
+    checkpoint.warn_of_lost_momentum(session, keys)
     for name, held in loaded.momentum.items():
         checkpoint.give_momentum(engine, name, held)
 

@@ -59,7 +59,7 @@ def collect(session: Session) -> Stats:
         buffers = engine.buffer_bytes
     whole = 2 * (num_ranks - 1) * gradient / num_ranks + plain
     return Stats(
-        num_steps=session.step,
+        num_steps=session.num_steps,
         num_gradients=len(session.gradients),
         num_compressed=len(session.gradients) - len(skipped),
         gradient_bytes=gradient + (plain * num_ranks // (2 * max(num_ranks - 1, 1))),

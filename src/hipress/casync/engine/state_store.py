@@ -75,10 +75,6 @@ class StateStore:
         """Returns all that `preload` was given for a role of a gradient, until it is dropped."""
         return self._preloaded.get((gradient, kind, merged), {})
 
-    def has_preloaded(self, gradient: str) -> bool:
-        """Whether `preload` was given anything for a gradient that was not dropped since."""
-        return any(key[0] == gradient for key in self._preloaded)
-
     def restore(self, key: Key, state: State) -> None:
         """Sets the memory of one partition, which a later exchange takes over."""
         mine = self._held.setdefault(key.name, {}).setdefault(key, {})

@@ -234,7 +234,7 @@ def connections(sockets: Sockets, *, timeout_s: float | None = None) -> Sockets:
 
 
 def is_lost(fd: int, inode: int) -> bool:
-    """Returns whether a connection was closed, or its peer's system has stopped to answer."""
+    """Returns whether a connection was closed, or its peer's system has stopped answering."""
     try:
         if os.fstat(fd).st_ino != inode:
             return True

@@ -76,7 +76,7 @@ class Agreement:
         self._count += 1
         base = f"agree/{self._count}"
         own = {"what": what, "facts": dict(facts), "share": share}
-        with in_the_store(self._rank):
+        with in_the_store(self._rank, self._check):
             self._store.set(f"{base}/{self._rank}", json.dumps(own))
             if self._rank == 0:
                 verdict = self._compare(base, what)
@@ -94,7 +94,7 @@ class Agreement:
         Raises:
             PeerError: A rank did not come in time.
         """
-        with in_the_store(self._rank):
+        with in_the_store(self._rank, self._check):
             return self._gather(payload)
 
     def _gather(self, payload: bytes) -> list[bytes]:
@@ -130,7 +130,7 @@ class Agreement:
                 read it by then.
             text: The text.
         """
-        with in_the_store(self._rank):
+        with in_the_store(self._rank, self._check):
             self._store.set(f"post/{number}", text)
             if number >= KEPT_POSTS:
                 self._store.delete_key(f"post/{number - KEPT_POSTS}")
@@ -142,7 +142,7 @@ class Agreement:
             PeerError: Rank 0 did not post it in time.
         """
         key = f"post/{number}"
-        with in_the_store(self._rank):
+        with in_the_store(self._rank, self._check):
             if not self._arrives(key, time.monotonic() + self._timeout_s + GRACE_S, 0):
                 raise PeerError(
                     f"rank 0 did not say {what} {self._in_time([0], 'gone or late')}", ranks=(0,)
@@ -170,7 +170,7 @@ class Agreement:
         assert rounds > 0
         if self._num_ranks == 1:
             return 0, 0
-        with in_the_store(self._rank):
+        with in_the_store(self._rank, self._check):
             # Each rank counts its own calls, so that none reads what a failed call has left behind.
             base = f"clock/{self._store.add(f'clock/calls/{self._rank}', 1)}"
             if self._rank == 0:

@@ -75,8 +75,8 @@ class Heartbeats:
         self._on_failure = on_failure
         self._count = 0
         self._has_failed = False
-        self._num_informed = 0
-        """Number of ranks that must learn of the failure before the store may end; 0 before."""
+        self._failure: dict[str, Any] | None = None
+        """The failure that this rank has read or recorded."""
         self._says_bye = False
         """Whether the thread of the heartbeat says goodbye itself when it ends."""
         self._closed = threading.Event()
@@ -109,11 +109,14 @@ class Heartbeats:
 
     def _wait_until_known(self) -> None:
         """Keeps the store, which ends with rank 0, until the other ranks have read the failure."""
+        if self._rank != 0 or self._failure is None:
+            return
+        gone = {*self._failure["ranks"]} - {0}
         deadline = time.monotonic() + MISSED_BEATS * self._beat_s
         try:
-            while self._rank == 0 and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
                 with self._connection():
-                    if self._store.add("informed", 0) >= self._num_informed:
+                    if self._store.add("informed", 0) >= self._num_ranks - len(gone):
                         return
                 time.sleep(0.02)
         except RuntimeError as error:
@@ -138,17 +141,18 @@ class Heartbeats:
             self._error_of(self._report(text, [self._rank]))
             return error
         try:
-            found = self._recorded_failure() or self._find_silent(error)
+            found = self._failure or self._recorded_failure() or self._find_silent(error)
         except RuntimeError:
-            return lost_store(self._rank, error)
+            if self._failure is None:
+                return lost_store(self._rank, error)
+            found = self._failure  # rank 0 left as soon as another thread knew
         return self._error_of(found)
 
     def _error_of(self, failure: dict[str, Any]) -> PeerError:
         """Returns the error for a recorded failure; tells rank 0 that this rank knows of it."""
         with suppress(RuntimeError), self._connection():
-            if not self._num_informed:
-                informed = {*range(self._num_ranks)} - {*failure["ranks"]} | {self._rank}
-                self._num_informed = len(informed)
+            if self._failure is None:
+                self._failure = failure
                 self._store.add("informed", 1)
         return PeerError(failure["text"], ranks=tuple(failure["ranks"]))
 
@@ -171,7 +175,8 @@ class Heartbeats:
                         last, since = seen, time.monotonic()
                     elif time.monotonic() - since > silence_s:
                         text = f"rank {watched} has given no sign of life for {silence_s:g} s"
-                        found = self._report(f"{text}: it is gone or frozen.", [watched])
+                        text = f"{text}: it is gone or frozen; look at the output there."
+                        found = self._report(text, [watched])
                 lost_since = None
                 if found is not None:
                     error = self._error_of(found)

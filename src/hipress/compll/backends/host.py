@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hipress.compll.backends.render import INFIX, Lines
-from hipress.compll.ir import STORAGE_BITS, Array, Expr, Kernel
+from hipress.compll.ir import INT_MAX, INT_MIN, STORAGE_BITS, Array, Expr, Kernel
 
 # How a host value reads in Python; sizes are ints of any length, the rest is double precision.
 _HOST = {
@@ -130,7 +130,7 @@ def slot_text(e: Expr, params: tuple[str, ...]) -> str:
 
 def _is_large(e: Expr) -> bool:
     """Whether an int of the host may need more than 64 bits: its range is not known."""
-    unknown = e.lo == -(2**63) or e.hi == 2**63 - 1
+    unknown = e.lo == INT_MIN or e.hi == INT_MAX
     return e.type == "int" and unknown and e.op not in ("int", "const")
 
 

@@ -25,6 +25,9 @@ from hipress.compll import ir
 from hipress.compll.front.graph import Graph
 from hipress.compll.ir import Expr, Fold, Kernel, Store, walk
 
+MAX_NESTED = 60
+"""Brackets in the text of a value without a name: Python takes 200, one in another."""
+
 Known = dict[Expr, str]
 """Texts of values that are ready where code is being printed."""
 
@@ -124,7 +127,8 @@ class Printer:
         uses = Counter([*roots, *(a for e in order for a in e.args)])
         for e in order:
             text = spell(e, [known[a] for a in e.args])
-            if (uses[e] > 1 or e in often) and e.op not in ("const", "param"):
+            name = uses[e] > 1 or e in often or text.count("(") > MAX_NESTED
+            if name and e.op not in ("const", "param"):
                 text = self.assign(text, out)
             known[e] = text
         return [known[r] for r in roots]

@@ -289,6 +289,8 @@ class Draft:
     scans: list[ir.Scan] = field(default_factory=list)
     scatters: list[ir.Scatter] = field(default_factory=list)
     requires: list[ir.Require] = field(default_factory=list)
+    ascending: set[Array] = field(default_factory=set)
+    """Arrays of a payload that hold places in the order in which a filter took them."""
     temps: list[Array] = field(default_factory=list)
     folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
     """Reductions by what they are, so that equal ones are one."""
@@ -322,10 +324,28 @@ class Draft:
         finally:
             self.fusing = before
 
-    def element(self, value: ArrayValue, ix: Expr) -> Expr:
-        """Returns an element for a pass, from memory where it mixes blocks of two sizes."""
+    def remembered(self, at: Callable[[Expr], Expr]) -> Callable[[Expr], Expr]:
+        """Returns `at` as a function that computes each element once.
+
+        An array made of two uses of another, and so on, would take twice as long at each step.
+        """
+        known: dict[tuple[Expr, bool, bool], Expr] = {}
+
+        def once(ix: Expr) -> Expr:
+            key = (ix, self.whole, self.fusing)
+            if key not in known:
+                known[key] = at(ix)
+            return known[key]
+
+        return once
+
+    def element(self, value: ArrayValue, ix: Expr, *beside: Expr) -> Expr:
+        """Returns an element for a pass, from memory where it mixes blocks of two sizes.
+
+        The pass computes the values `beside` too.
+        """
         found = value.at(ix)
-        sizes = ir.block_sizes([found])
+        sizes = ir.block_sizes([found, *beside])
         # Blocks are those of the gradient: over another length a pass has none.
         if not sizes or (len(sizes) == 1 and (ix.op != "idx" or ix.attr is self.graph.n)):
             return found
@@ -441,7 +461,14 @@ class Draft:
         with self.unblocked():
             index, added = value.index.at(ix), value.value.at(ix)
         distinct = isinstance(value.index, Computed | Stored) and value.index.distinct
-        scatter = ir.Scatter(value.index.length, index, added, target, clear, distinct)
+        bad = None
+        if index.is_load and index.attr in self.ascending:
+            # Who sent the payload took them in order; it may have been damaged since.
+            g = self.graph
+            before = value.index.at(g.binary("sub", ix, g.const(1)))
+            follows = g.binary("lt", g.const(0), ix)
+            bad = g.logic("land", follows, g.binary("le", index, before))
+        scatter = ir.Scatter(value.index.length, index, added, target, clear, distinct, bad)
         self.scatters.append(scatter)
 
     def scanned(self, fold: Fold, elem: ElemType) -> Array:

@@ -7,7 +7,8 @@ they are written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hipress.compll.front import ast
@@ -24,7 +25,7 @@ from hipress.compll.front.arrays import (
 )
 from hipress.compll.front.expressions import WIDTHS, Expressions
 from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, Graph, TooDeep, convert
-from hipress.compll.front.parse import TYPES
+from hipress.compll.front.parse import TYPES, fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.ir import Array, Expr, Require
 
@@ -161,14 +162,8 @@ def evaluate(
         checker.payload_name, checker.payload = roles.payload.name, payload
         checker.decoding = True
         env.names[roles.gradient.name] = Unset(FLOAT, True, draft.graph.n)
-    try:
+    with limited(source, function):
         checker.statements(function.body, env)
-    except TooDeep:
-        checker.fail(
-            function,
-            "a value is made of too many operations one after another; store(...) an array "
-            "that others are made of",
-        )
     if gradient is None:
         made = env.names[roles.gradient.name]
         if isinstance(made, Unset):
@@ -181,6 +176,15 @@ def evaluate(
         )
     finals = tuple(env.names[a.name] for a in roles.states)
     return Evaluated(checker.parts, None, finals)  # type: ignore[arg-type]
+
+
+@contextmanager
+def limited(source: ast.Source, function: ast.Function) -> Iterator[None]:
+    """Points at `function` where a value made inside turns out too large."""
+    try:
+        yield
+    except TooDeep as error:
+        fail(source.file, source.text, function.pos, str(error))
 
 
 class _Checker(Expressions):
@@ -254,6 +258,8 @@ class _Checker(Expressions):
                 self.fail(s, f"concat(...) is assigned to the payload, once; {s.name!r} is not it")
             if env.per() is not None:
                 self.fail(s, "concat(...) belongs after the per scope, not inside it")
+            if not s.value.args:
+                self.fail(s.value, "concat() sends nothing; give it a number or an array")
             self.parts = tuple(self._part(a, env) for a in s.value.args)
             home.names[s.name] = Computed(self.graph.const(0), BOOL, lambda ix: ix)
             return
@@ -374,6 +380,8 @@ class _Checker(Expressions):
         if not names or names[0].id != self.payload_name:
             self.fail(call, f"extract reads the payload {self.payload_name!r}: put it first")
         targets = names[1:]
+        if not targets:
+            self.fail(call, f"extract reads nothing; name what follows {self.payload_name!r}")
         parts = self._given(call, targets, env) if self.payload is None else self.payload
         if len(parts) != len(targets):
             self.fail(call, f"extract reads {len(targets)} parts; encode wrote {len(parts)}")

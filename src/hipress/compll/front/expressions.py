@@ -19,7 +19,7 @@ from hipress.compll.front.arrays import (
     SlicedRow,
     Stored,
 )
-from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, convert
+from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, TooDeep, convert
 from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.ir import Expr
@@ -44,6 +44,8 @@ class Expressions:
         self.blocks = 0
         self.lambdas = 0
         """Number of lambdas around the expression being evaluated."""
+        self.calls: list[Func] = []
+        """Lambdas that were called by name and have not returned."""
         self.decoding = False
         self.reducing = False
         self.work = 0
@@ -130,9 +132,15 @@ class Expressions:
         if self.depth > MAX_DEPTH:
             self.fail(node, "expressions or lambdas are nested too deeply; name the inner ones")
         if self.work > MAX_WORK:
-            self.fail(node, "the program is too large: its lambdas call each other too often")
+            self.fail(
+                node,
+                f"the program is too large: more than {MAX_WORK:,} expressions, those of lambdas "
+                "counted at each call, and of arrays at each use",
+            )
         try:
             return self._value(node, env)
+        except TooDeep as error:
+            self.fail(node, str(error))
         finally:
             self.depth -= 1
 
@@ -316,7 +324,14 @@ class Expressions:
             func = home.names[node.name]
             if not isinstance(func, Func):
                 self.fail(node, f"{node.name!r} is {self.what(func)} here, not a function")
-            return self.apply(node, func, [self.scalar(a, env) for a in node.args], None)
+            args = [self.scalar(a, env) for a in node.args]
+            if any(f.code is func.code and f.env is func.env for f in self.calls):
+                self.fail(node, f"{node.name!r} calls itself; a lambda cannot, use reduce or scan")
+            self.calls.append(func)
+            try:
+                return self.apply(node, func, args, None)
+            finally:
+                self.calls.pop()
         return operators.call(self, node, env)
 
     def apply(

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hipress.compll.ir import (
+    INT_MAX,
+    INT_MIN,
     MAX_NUMEL,
     OPS,
     STORAGE_BITS,
@@ -50,14 +52,15 @@ FLOAT = ElemType("float")
 INT = ElemType("int")
 BOOL = ElemType("uint", 1)
 
-_INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
-
 MAX_DEPTH = 150
-"""Operations one after another in a value: Python takes 200 nested parentheses in source."""
+"""Operations one after another in a value: many functions here call themselves at each."""
+MAX_HOST_DEPTH = 50
+"""The same for a host value, whose text nests three parentheses in some: Python takes 200."""
+MAX_HOST_WEIGHT = 1000
 
 
 class TooDeep(Exception):
-    """A value is made of too many operations, one after another."""
+    """A value is made of too many operations."""
 
 
 _RUN_TIME = frozenset(
@@ -70,6 +73,7 @@ class Graph:
     """Makes values; equal ones are the same object, and simple identities are applied."""
 
     _interned: dict[tuple[Any, ...], Expr] = field(default_factory=dict)
+    _signs: dict[Expr, bool] = field(default_factory=dict)
 
     def make(
         self,
@@ -93,12 +97,21 @@ class Graph:
                 variance = max((a.variance for a in args), default=0)
             if host is None:
                 host = bool(args) and all(a.host for a in args)
-            lo, hi = (0, 1) if type == "bool" else bounds or (_INT_MIN, _INT_MAX)
-            lo, hi = max(lo, _INT_MIN), min(hi, _INT_MAX)
+            lo, hi = (0, 1) if type == "bool" else bounds or (INT_MIN, INT_MAX)
             depth = 1 + max((a.depth for a in args), default=0)
+            weight = 1 + sum(a.weight for a in args) if host else 0
             if depth > MAX_DEPTH:
-                raise TooDeep
-            found = Expr(op, args, type, attr, lo, hi, variance, host, depth)
+                raise TooDeep(
+                    f"a value is made of more than {MAX_DEPTH} operations one after another; "
+                    "shorten the chain"
+                )
+            if host and (depth > MAX_HOST_DEPTH or weight > MAX_HOST_WEIGHT):
+                raise TooDeep(
+                    "a value is made of sizes and parameters by more than "
+                    f"{MAX_HOST_DEPTH} operations one after another, or {MAX_HOST_WEIGHT} with "
+                    "those of names counted at each use; shorten the chain"
+                )
+            found = Expr(op, args, type, attr, lo, hi, variance, host, depth, weight)
             self._interned[key] = found
         return found
 
@@ -144,7 +157,7 @@ class Graph:
         else:
             bounds = (local.body.lo, local.body.hi)
         if local.kind in ("scan", "scatter"):
-            bounds = (_INT_MIN, _INT_MAX)
+            bounds = (INT_MIN, INT_MAX)
         variance = max(1, index.variance)
         return self.make(
             "local", index, type=local.type, attr=local, bounds=bounds, variance=variance
@@ -183,7 +196,7 @@ class Graph:
 
     def unary(self, op: str, a: Expr) -> Expr:
         """`neg`, `abs`, `floor`, ... and the casts; the type follows from `a`."""
-        if a.op == "const" and op in _FOLD1:
+        if a.op == "const" and op in _FOLD1 and a.attr != INT_MIN:
             return self.const(_FOLD1[op](a.attr))
         if op in ("floor", "round_f16", "round_bf16") and a.op == op:
             return a
@@ -200,7 +213,10 @@ class Graph:
             if -126 <= whole.lo and whole.hi <= 127 and not whole.host:
                 return self.make("power", whole, type="float")
         ranges = {"neg": (-a.hi, -a.lo), "abs": (0, max(abs(a.lo), abs(a.hi))), "sign": (-1, 1)}
-        return self.make(op, a, type=a.type, bounds=ranges.get(op) if a.type == "int" else None)
+        bounds = ranges.get(op) if a.type == "int" else None
+        if bounds is not None and bounds[1] > INT_MAX:  # the smallest int stays what it is
+            bounds = None
+        return self.make(op, a, type=a.type, bounds=bounds)
 
     def binary(self, op: str, a: Expr, b: Expr) -> Expr:
         """Arithmetic on two values of one type."""
@@ -265,10 +281,9 @@ class Graph:
         if a.type == "int":
             return a
         if a.op == "const":
-            finite = a.type == "bool" or abs(a.attr) < 2.0**62
-            return self.const(int(a.attr) if finite else 0)
+            return self.const(int(max(min(a.attr, 9.0e18), -9.0e18)))
         bounds = (0, 1) if a.type == "bool" else None
-        if a.type == "float" and _never_negative(a):
+        if a.type == "float" and self._never_negative(a):
             bounds = (0, 2**63 - 1)
         return self.make("int", a, type="int", bounds=bounds)
 
@@ -327,6 +342,27 @@ class Graph:
             return self.unary(e.op, args[0])
         return self.make(e.op, *args, type=e.type, attr=e.attr, bounds=(e.lo, e.hi))
 
+    def _never_negative(self, e: Expr) -> bool:
+        """Whether a float is at least zero, or NaN, by the way it is made."""
+        if e not in self._signs:
+            self._signs[e] = self._find_never_negative(e)
+        return self._signs[e]
+
+    def _find_never_negative(self, e: Expr) -> bool:
+        if e.op == "const":
+            return math.copysign(1.0, e.attr) > 0
+        if e.op in ("abs", "sqrt", "uniform", "exp2", "power"):
+            return True
+        if e.op in ("add", "mul", "div", "min", "max", "floor"):
+            return all(map(self._never_negative, e.args))
+        if e.op == "select":
+            return all(map(self._never_negative, e.args[1:]))
+        if e.op == "fold":
+            f = e.attr
+            starts = f.kind in ("sum", "max") and f.init.op == "const" and f.init.attr >= 0
+            return starts and (f.kind == "max" or self._never_negative(f.body))
+        return e.op == "float" and e.args[0].lo >= 0
+
     def logic(self, op: str, a: Expr, b: Expr) -> Expr:
         for x, y in ((a, b), (b, a)):
             if x.op == "const":
@@ -340,20 +376,19 @@ _FOLD1: dict[str, Callable[[Any], Any]] = {
 _FOLD2: dict[str, Callable[[Any, Any], Any]] = {
     **{op: getattr(operator, op) for op in ("add", "sub", "mul", "lt", "le", "eq", "ne", "xor")},
     **{"and": operator.and_, "or": operator.or_, "min": min, "max": max},
+    **{"shl": operator.lshift, "shr": operator.rshift},
 }
 
 
 def _fold2(op: str, a: Any, b: Any) -> int | float | bool | None:
-    if op == "shl":
-        return int(a) << int(b) if 0 <= b < 62 and abs(a) < 2**32 else None
-    if op == "shr":
-        return int(a) >> int(b) if 0 <= b < 63 else None
     if isinstance(a, float) and op not in ("lt", "le", "eq", "ne", "min", "max"):
         return None  # a backend rounds to binary32; Python would not
     if op not in _FOLD2:
         return None
+    if op in ("shl", "shr") and not 0 <= b < 63:
+        return None
     value = _FOLD2[op](a, b)
-    return value if isinstance(value, bool | float) or _INT_MIN <= value <= _INT_MAX else None
+    return value if isinstance(value, bool | float) or INT_MIN <= value <= INT_MAX else None
 
 
 def _bounds(op: str, a: Expr, b: Expr) -> tuple[int, int] | None:
@@ -361,7 +396,7 @@ def _bounds(op: str, a: Expr, b: Expr) -> tuple[int, int] | None:
         return None
     if op in ("add", "sub", "mul", "min", "max"):
         ends = [_FOLD2[op](x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
-        if min(ends) < _INT_MIN or max(ends) > _INT_MAX:
+        if min(ends) < INT_MIN or max(ends) > INT_MAX:
             return None  # may wrap: any value
         return min(ends), max(ends)
     if op == "and" and a.lo >= 0 and b.lo >= 0:
@@ -382,23 +417,6 @@ def _bounds(op: str, a: Expr, b: Expr) -> tuple[int, int] | None:
 def _is_power(x: float) -> bool:
     """Whether x is a power of two whose reciprocal is as exact."""
     return abs(math.frexp(x)[0]) == 0.5 and 2.0**-100 <= abs(x) <= 2.0**100
-
-
-def _never_negative(e: Expr) -> bool:
-    """Whether a float is at least zero, or NaN, by the way it is made."""
-    if e.op == "const":
-        return math.copysign(1.0, e.attr) > 0
-    if e.op in ("abs", "sqrt", "uniform", "exp2", "power"):
-        return True
-    if e.op in ("add", "mul", "div", "min", "max", "floor"):
-        return all(_never_negative(a) for a in e.args)
-    if e.op == "select":
-        return all(_never_negative(a) for a in e.args[1:])
-    if e.op == "fold":
-        f = e.attr
-        starts = f.kind in ("sum", "max") and f.init.op == "const" and f.init.attr >= 0
-        return starts and (f.kind == "max" or _never_negative(f.body))
-    return e.op == "float" and e.args[0].lo >= 0
 
 
 def convert(graph: Graph, value: Expr, elem: ElemType) -> Expr:

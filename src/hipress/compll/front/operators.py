@@ -20,6 +20,7 @@ from hipress.compll.front.arrays import (
     Spread,
     Stored,
 )
+from hipress.compll.front.associative import counter_example
 from hipress.compll.front.graph import FLOAT, INT, ElemType, convert
 from hipress.compll.front.scope import Binding, Env, Func, Scalar
 from hipress.compll.ir import Expr, Filter, Fold, Require, Sort
@@ -177,12 +178,13 @@ def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
             checker.draft,
             kept[0].filter,
             elem,
-            lambda i: convert(g, f([a.source(i) for a in kept], i), elem),
+            checker.draft.remembered(lambda i: convert(g, f([a.source(i) for a in kept], i), elem)),
         )
         # What needs the filter's own result is computed after its pass, not inside it.
         if not checker.draft.depends(source.element, kept[0].filter):
             return source
 
+    @checker.draft.remembered
     def at(ix: Expr) -> Expr:
         return convert(
             g, f([a.at(ix) for a in arrays], _position(checker, env, first.length, ix)), elem
@@ -238,8 +240,17 @@ def _folding(
 
 
 def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`reduce(a, init, f)`: f must be associative; the order is the backend's."""
+    """`reduce(a, init, f)`: f must be associative and commutative; the order is the backend's."""
     fold, elem = _folding(checker, node, env, checker.array(node.args[0], env))
+    found = counter_example(fold) if fold.kind == "fold" else None
+    if found is not None:
+        lacks, example = found
+        checker.fail(
+            node.args[2],
+            f"the function of a reduction must be {lacks}, because backends join elements in an "
+            f"order of their own; {example}; change the elements with map before, decide ties by "
+            "more than the order, or use scan, which goes from left to right",
+        )
     return Scalar(checker.draft.graph.fold(_shared(checker, fold)), elem)
 
 
@@ -347,12 +358,14 @@ def _drawn_below(
 def gather_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`gather(a, index)`: a[index[0]], a[index[1]], ..."""
     array, index = checker.array(node.args[0], env), _indices(checker, node, env, 1)
+    draft = checker.draft
     if isinstance(index, Kept):
-        source, found = index.source, index.filter
-        kept = Kept(checker.draft, found, array.elem, lambda i: element(checker, array, source(i)))
-        if not checker.draft.depends(kept.element, found):
+        source = draft.remembered(lambda i: element(checker, array, index.source(i)))
+        kept = Kept(draft, index.filter, array.elem, source)
+        if not draft.depends(kept.element, index.filter):
             return kept
-    return Computed(index.length, array.elem, lambda ix: element(checker, array, index.at(ix)))
+    at = draft.remembered(lambda ix: element(checker, array, index.at(ix)))
+    return Computed(index.length, array.elem, at)
 
 
 def scatter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -497,7 +510,7 @@ WHOLE = frozenset(
 )
 """Operators that make or use whole arrays: not for inside a lambda, once per element."""
 
-ANY = 99
+ANY = 1_000_000
 
 OPERATORS: dict[str, tuple[Operator, int, int]] = {
     "map": (map_, 2, ANY),

@@ -200,9 +200,10 @@ def _if(m: Any, c: list[Any]) -> ast.If:
 
 def _number(m: Any, c: list[Any]) -> ast.Number:
     digits = str(c[0]).rstrip("f")
-    value = int(digits) if digits.isdigit() else float(digits)
+    # Of 5,000 digits Python makes no int, and those after the first 40 change nothing here.
+    value = int(digits.lstrip("0")[:40] or "0") if digits.isdigit() else float(digits)
     if abs(value) > (2**62 if isinstance(value, int) else 3.4028235e38):
-        raise _TooLarge(_pos(m), str(c[0]))
+        raise _TooLarge(_pos(m), digits if len(digits) <= 40 else f"{digits[:40]}...")
     return ast.Number(_pos(m), value)
 
 

@@ -15,12 +15,16 @@ class Cost:
 
     num_passes: int
     """Passes over all elements of the gradient."""
+    num_others: int
+    """Passes over arrays of other lengths, which may be as long or short."""
     read_bytes: float
     """Bytes read from arrays as long as the gradient, once for each pass that reads them."""
     written_bytes: float
 
     def __str__(self) -> str:
         passes = f"{self.num_passes} pass{'' if self.num_passes == 1 else 'es'} over the gradient"
+        if self.num_others:
+            passes += f" and {self.num_others} over arrays of other lengths"
         return f"{passes}; reads {self.read_bytes:g}, writes {self.written_bytes:g} bytes/element"
 
 
@@ -28,9 +32,12 @@ def cost(kernel: Kernel) -> Cost:
     """Counts passes and bytes; a sort counts as one pass, though it moves more."""
     moved = [_moved(p) for p in kernel.passes]
     clears = [p for p in kernel.passes if isinstance(p, ir.Scatter) and p.clear]
+    lengths = [domain(p) for p in kernel.passes] + [p.array.length for p in clears]
+    lengths = [length for length in lengths if length is not None]
+    num_passes = sum(map(_is_n, lengths))
     return Cost(
-        num_passes=sum(_is_n(domain(p)) for p in kernel.passes)
-        + sum(_is_n(p.array.length) for p in clears),
+        num_passes=num_passes,
+        num_others=len(lengths) - num_passes,
         read_bytes=sum(_element_bytes(reads) for reads, _ in moved),
         written_bytes=sum(_element_bytes(writes) for _, writes in moved),
     )

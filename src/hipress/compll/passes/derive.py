@@ -28,7 +28,7 @@ from hipress.compll.front.arrays import (
     row_write,
 )
 from hipress.compll.front.check import ParamValue, Part, Signature
-from hipress.compll.front.graph import FLOAT, Graph, convert
+from hipress.compll.front.graph import FLOAT, Graph, TooDeep, convert
 from hipress.compll.ir import Array, Expr, Fold, Kernel, loads, walk
 from hipress.compll.passes.schedule import NotFusable, schedule, validate
 
@@ -63,10 +63,11 @@ def encode_kernel(
 
     `params` gives every integer parameter a value; the wrappers of `variant` are fused in.
     """
-    try:
-        return _encode_kernel(pair, params, dtype, variant, fuse=True)
-    except NotFusable:
-        return _encode_kernel(pair, params, dtype, variant, fuse=False)
+    with check.limited(*pair.encode):
+        try:
+            return _encode_kernel(pair, params, dtype, variant, fuse=True)
+        except NotFusable:
+            return _encode_kernel(pair, params, dtype, variant, fuse=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def merge_kernel(
     """
     try:
         return _encode_kernel(pair, params, "f32", variant, fuse=True, frames=frames)
-    except NotFusable:
+    except (NotFusable, TooDeep):
         return None
 
 
@@ -154,13 +155,14 @@ def _encode_kernel(
         extra.append(residual)
     stored = [Stored(draft, s, FLOAT) for s in states]
     result = check.evaluate(source, function, draft, params=params, gradient=value, states=stored)
-    finals = []
+    finals: list[tuple[Array, Expr]] = []
     i = g.idx(g.n)
     for array, final in zip(states, result.states, strict=True):
         if final.length is not g.n:
             raise AssertionError("a state changed its length")
         with draft.fused(fuse):
-            finals.append((array, g.to_float(draft.element(final, i))))
+            beside = [value.at(i), *(new for _, new in finals)]
+            finals.append((array, g.to_float(draft.element(final, i, *beside))))
     flag = _flag(g, value.at(i), [new for _, new in finals])
     for array, final_value in finals:
         old, new = g.load(array, i), _stored_first(draft, final_value)
@@ -198,6 +200,11 @@ def decode_kernel(
     pair: Pair, params: Mapping[str, ParamValue], *, dtype: str = "f32", add: bool = False
 ) -> Kernel:
     """Returns the kernel that turns a payload body into alpha times a gradient, or adds that."""
+    with check.limited(*pair.decode):
+        return _decode_kernel(pair, params, dtype, add)
+
+
+def _decode_kernel(pair: Pair, params: Mapping[str, ParamValue], dtype: str, add: bool) -> Kernel:
     g = Graph()
     draft = Draft(g, enforces=True)
     parts = _received(draft, pair, params)
@@ -274,7 +281,8 @@ def _feedback(
     draft.requires[:] = requires
     i = g.idx(g.n)
     with draft.fused(fuse):
-        left = g.binary("sub", value.at(i), g.to_float(draft.element(decoded, i)))
+        beside = [value.at(i), *(w.value for w in draft.writes if w.final)]
+        left = g.binary("sub", value.at(i), g.to_float(draft.element(decoded, i, *beside)))
     left = _stored_first(draft, left)
     kept = _kept_if_finite(g, left, g.load(residual, i), flag)
     draft.writes.append(Write(residual, kept, g.n, True))
@@ -375,6 +383,8 @@ def _received(
             parts.append(Part(part.elem, InBytes(draft, array, part.elem, length)))
             continue
         array = Array(name, storage, length)
+        if distinct:
+            draft.ascending.add(array)
         stored = Stored(draft, array, part.elem, distinct)
         parts.append(Part(part.elem, stored))
     return parts

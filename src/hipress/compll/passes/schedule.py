@@ -14,7 +14,12 @@ from typing import Any
 
 from hipress.compll import ir
 from hipress.compll.front.arrays import Draft, Write
+from hipress.compll.front.graph import TooDeep
 from hipress.compll.ir import Array, Expr, Fold, Store, walk
+
+MAX_LOOPS = 40
+MAX_VALUES = 4000
+"""What numba compiles in 30 s on one core; built-in codecs have up to 4 loops and 120 values."""
 
 
 class NotFusable(Exception):
@@ -27,7 +32,16 @@ def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> t
     `nonfinite` joins any pass. `states` are arrays that are read and written: their old values
     must last until all is read.
     """
-    return _Scheduler(draft, set(states)).run(nonfinite)
+    passes = _Scheduler(draft, set(states)).run(nonfinite)
+    num_loops = sum(len(p.phases) if isinstance(p, ir.Loop) else 1 for p in passes)
+    num_values = sum(1 for p in passes for _ in walk(ir.with_blocks(ir.pass_exprs(p))))
+    if num_loops > MAX_LOOPS or num_values > MAX_VALUES:
+        raise TooDeep(
+            f"{num_loops} loops over arrays compute {num_values} values; at most {MAX_LOOPS} loops "
+            f"and {MAX_VALUES:,} values are compiled, which takes half a minute; send parts that "
+            "need fewer"
+        )
+    return passes
 
 
 def block_of(exprs: Iterable[Expr]) -> int | None:
@@ -76,7 +90,7 @@ class _Scheduler:
         draft = self.draft
         folds = self._global_folds()
         for fold in folds:
-            self._place_fold(fold, self._level(fold))
+            self._place_fold(fold, exact=True)
         for found in self._filters():
             emits = [Store(array, value) for f, array, value in draft.emits if f is found]
             self.open.append(_Open(self._level(found), found.length, filter=found, emits=emits))
@@ -92,7 +106,7 @@ class _Scheduler:
             self._place(write, exact=False)
         self._place_states()
         if nonfinite is not None and nonfinite not in folds:
-            self._place_flag(nonfinite)
+            self._place_fold(nonfinite, exact=False)
         passes = [(p.level, i, self._close(p)) for i, p in enumerate(self.open)]
         passes += [(level, len(self.open) + i, p) for i, (level, _, p) in enumerate(self.fixed)]
         scalars = tuple(
@@ -153,10 +167,12 @@ class _Scheduler:
 
     # Placing.
 
-    def _place_fold(self, fold: Fold, level: int) -> None:
-        block = block_of(fold.exprs)
-        for p in self.open:
-            if p.level == level and self._joins(p, fold.length, block):
+    def _place_fold(self, fold: Fold, *, exact: bool) -> None:
+        """Puts a reduction into a pass at its level or, unless `exact`, into any later one."""
+        level, block = self._level(fold), block_of(fold.exprs)
+        for p in sorted(self.open, key=lambda p: p.level):
+            fits = p.level == level if exact else p.level >= level
+            if fits and self._joins(p, fold.length, block):
                 p.folds.append(fold)
                 p.block = p.block or block
                 return
@@ -254,13 +270,6 @@ class _Scheduler:
         """Whether a state is read (with `aside`: at another index than the element's own)."""
         reads = [e for e in walk(ir.with_blocks(exprs)) if e.is_load and e.attr in self.states]
         return any(not aside or e.args[0].op != "idx" for e in reads)
-
-    def _place_flag(self, flag: Fold) -> None:
-        for p in sorted(self.open, key=lambda p: p.level):
-            if self._joins(p, flag.length, None):
-                p.folds.append(flag)
-                return
-        self.open.append(_Open(0, flag.length, folds=[flag]))
 
     # Closing.
 

@@ -48,6 +48,8 @@ MAX_ARGS = 64
 MARK = "made by HiPress CompLL"
 """The first line of every written file has this text; a file without it is not overwritten."""
 
+_ORIGIN = "# Program: "
+
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
@@ -93,13 +95,18 @@ class Package:
         """Why the program has no gpu kernels; empty where it has some."""
         return self._gpu[1]
 
+    @property
+    def origin(self) -> str:
+        """The last line of each file, by which another program of the same name is noticed."""
+        program = self.bound.program
+        return f"{_ORIGIN}{program.name} in {Path(program.pair.encode[0].file).name}"
+
     def texts(self, part: str) -> dict[str, str]:
         """Returns the files of one of `PARTS`, and their texts."""
-        if part != "body":
-            return {PARTS[part][0]: self.text(part)}
         texts = [self.text(part)]
-        if not self.no_gpu:
+        if part == "body" and not self.no_gpu:
             texts += [self._gpu[0], _LAUNCH.format(mark=MARK) + _runtime()]
+        texts = [f"{text.rstrip()}\n\n{self.origin}\n" for text in texts]
         return dict(zip(PARTS[part], texts, strict=False))
 
     def text(self, part: str) -> str:
@@ -131,7 +138,7 @@ class Package:
         texts = {part: self.texts(part) for part in list(PARTS)[: last + 1]}
         asked = {folder / f: text for part in parts for f, text in texts[part].items()}
         for path in asked:
-            _refuse_foreign(path)
+            _refuse_foreign(path, self.origin)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path, text in asked.items():
@@ -172,10 +179,17 @@ def _text_of(path: Path) -> str | None:
         return ""
 
 
-def _refuse_foreign(path: Path) -> None:
+def _refuse_foreign(path: Path, origin: str) -> None:
     found = _text_of(path)
     if found is not None and MARK not in found.partition("\n")[0]:
         raise UsageError(f"{path} exists and was not {MARK}; move it or choose another -o.")
+    last = (found or "").rstrip().rpartition("\n")[2]
+    if last.startswith(_ORIGIN) and last != origin:
+        raise UsageError(
+            f"{path} was built of the program {last.removeprefix(_ORIGIN)}, and this is "
+            f"{origin.removeprefix(_ORIGIN)}; rename its functions, delete the folder "
+            f"{path.parent} or choose another -o."
+        )
 
 
 def _missing(folder: Path, texts: dict[str, str], part: str) -> str:

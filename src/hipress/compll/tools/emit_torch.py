@@ -223,7 +223,7 @@ def _encode_on_gpu(x, states, rng, floats, ours, frame):
     _raise_damage(device)
     if not numel:
         frame.zero_()
-        frame[: _HEAD.size] = _head_on(device, numel, floats)
+        frame[: _HEAD.size] = _torch.frombuffer(bytearray(_head(0, floats)), dtype=_torch.uint8)
         frame[8:12].view(_torch.int32).fill_((rng[2] + 2**31) % 2**32 - 2**31)
         return
     ratio = ours[-1] if _HAS_RATIO else 1.0
@@ -234,7 +234,7 @@ def _encode_on_gpu(x, states, rng, floats, ours, frame):
     drawn = [_torch.full((1,), number, dtype=_torch.int64, device=device) for number in drawn]
     ratio = _torch.full((1,), ratio, dtype=_torch.float32, device=device)
     memory = [x.detach().float().contiguous().view(-1), *states]
-    _start("encode", numel, params, device, (frame, memory, drawn, ratio), floats)
+    _start("encode", numel, params, (frame, memory), floats, drawn, ratio)
 
 
 def _decode_on_gpu(name, payload, out, alpha, floats):
@@ -242,20 +242,17 @@ def _decode_on_gpu(name, payload, out, alpha, floats):
     _raise_damage(device)
     if numel:
         params = tuple(float((*floats, alpha)[k]) for k in _DECODE)
-        unused = _torch.zeros(1, dtype=_torch.int64, device=device)
-        ratio = _torch.ones(1, dtype=_torch.float32, device=device)
-        _start(name, numel, params, device, (payload, [out], [unused] * 3, ratio), floats)
+        _start(name, numel, params, (payload, [out]), floats)
 
 
-def _start(name, numel, params, device, arguments, floats):
-    kernels = _kernels(name)
-    sizes = kernels.sizes([_launch().Gradient(numel, params, _HEAD.size)], device)
-    kernels(sizes, _head_on(device, numel, floats), *arguments, _error_word(device))
+def _start(name, numel, params, memory, floats, *more):
+    def describe():
+        gradient = _launch().Gradient(numel, params, _HEAD.size)
+        return [gradient], [bytes(_head(numel, floats))]
 
-
-@functools.lru_cache(maxsize=4096)
-def _head_on(device, numel, floats):
-    return _torch.frombuffer(bytearray(_head(numel, floats)), dtype=_torch.uint8).to(device)
+    kernels, device = _kernels(name), memory[0].device
+    sizes = kernels.sizes((numel, params, floats), device, describe)
+    kernels(sizes, *memory, _error_word(device), *more)
 
 
 @functools.cache

@@ -163,8 +163,15 @@ class KernelPrinter(MachinePrinter):
         return f"{machine_type(e)}(_sat_i({arg}, {top}))"
 
     def int_result(self, e: Expr, form: str, args: list[str], common: str) -> str:
+        if e.op in ("add", "sub", "mul") and e.wraps:
+            return f"_{e.op}({', '.join(args)})"
         text = form.format(*args)
         return machine_type(e) + (text if form.startswith("(") else f"({text})")
+
+    def combined(self, f: Fold, a: str, b: str, out: Lines) -> str:
+        if f.kind == "sum" and f.type == "int":
+            return f"_add({a}, {b})"
+        return super().combined(f, a, b, out)
 
     def combined_by_program(self, f: Fold, a: str, b: str, out: Lines) -> str:
         assert f.combine is not None and f.carry is not None and f.item is not None

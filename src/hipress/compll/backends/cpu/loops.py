@@ -157,9 +157,8 @@ class Loops:
             num = str(self.rows.get(array) or "m")
             out(f"_unpack{ir.STORAGE_BITS[array.storage]}({self.slices[array]}, {codes}, {num})")
         for e, name in self.draws.items():
-            rng = "rng"
-            if len(e.args) > 1:
-                rng = f"_keyed({self.printer.print([e.args[1]], out, known)[0]})"
+            keys = self.printer.print(e.args[1:], out, known)
+            rng = f"_keyed({keys[0]})" if keys else "rng"
             m, a = "m", "a"
             if e in self.row_draws:
                 m, a = str(self.row_draws[e]), f"t * {self.row_draws[e]}"
@@ -225,7 +224,7 @@ class Loops:
 
     def _accumulate(self, body: Body, acc: str, f: Fold, text: str) -> None:
         if f.kind == "sum":
-            body(f"{acc} += {text}")
+            body(f"{acc} = {self.printer.combined(f, acc, text, body)}")
         elif f.kind == "or":
             body(f"{acc} |= i32({text})")
         elif f.kind in ("max", "min"):
@@ -353,9 +352,9 @@ class Loops:
     def check(self, name: str, p: ir.Scatter) -> None:
         body = self.start([], "I", p.array.name)
         body.text.insert(0, f"    size = len({p.array.name})")
-        [index] = self.print(body, [p.index])
+        index, *bad = self.print(body, [p.index, *p.exprs[2:]])
         body(f"k = i64({index})")
-        body("if k < 0 or k >= size:")
+        body(f"if {' or '.join(['k < 0', 'k >= size', *bad])}:")
         body(f"    {self.printer.slots.int('status')} = 1")
         self.call(name, body, [])
 
@@ -365,7 +364,8 @@ class Loops:
         index, value = self.print(body, [p.index, p.value])
         body(f"k = i64({index})")
         old = loaded(p.array, f"{target}[k]")
-        body(f"{target}[k] = {stored(p.array, f'{old} + {value}')}")
+        total = f"_add({old}, {value})" if p.array.type == "int" else f"{old} + {value}"
+        body(f"{target}[k] = {stored(p.array, total)}")
         self.call(name, body, [])
 
     # Functions.
@@ -383,10 +383,12 @@ class Loops:
 
     def _inside(self, body: Body, roots: list[Expr]) -> Known:
         texts: Known = {}
+        seen: set[Expr] = set()
 
         def visit(e: Expr) -> None:
-            if e in texts:
+            if e in seen:
                 return
+            seen.add(e)
             if e.op == "idx":
                 texts[e] = "(a + i)"
             elif e.op in ("lidx", "ridx"):

@@ -67,16 +67,36 @@ def _finite(x: Any) -> Any:
     return abs(x) <= f32(3.4028234663852886e38)
 
 
+def _add(a: Any, b: Any) -> Any:
+    """Wraps; of signed ints, numba tells LLVM that no sum, difference or product overflows."""
+    return i64(u64(a) + u64(b))
+
+
+def _sub(a: Any, b: Any) -> Any:
+    return i64(u64(a) - u64(b))
+
+
+def _mul(a: Any, b: Any) -> Any:
+    return i64(u64(a) * u64(b))
+
+
+def _magnitude(a: Any) -> Any:
+    return u64(a) if a >= 0 else u64(0) - u64(a)
+
+
 def _idiv(a: Any, b: Any) -> Any:
     """Towards zero, as in C; by zero gives 0."""
     if b == 0:
         return i64(0)
-    q = abs(i64(a)) // abs(i64(b))
-    return q if (a < 0) == (b < 0) else -q
+    q = _magnitude(a) // _magnitude(b)
+    return i64(q if (a < 0) == (b < 0) else u64(0) - q)
 
 
 def _imod(a: Any, b: Any) -> Any:
-    return i64(a) - _idiv(a, b) * i64(b) if b != 0 else i64(0)
+    if b == 0:
+        return i64(0)
+    r = _magnitude(a) % _magnitude(b)
+    return i64(r if a >= 0 else u64(0) - r)
 
 
 def _shl(a: Any, b: Any) -> Any:

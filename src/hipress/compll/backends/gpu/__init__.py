@@ -87,6 +87,9 @@ def _start(printer: Passes, places: list[Place]) -> None:
     for k, (place, after) in enumerate(zip(places, ends, strict=True)):
         start = printer.size(("gap", k), f"{place.offset} + {place.num_bytes}")
         out(f"_clear_gap(body, {start}, {printer.size(('gap end', k), after)})")
+    if not printer.kernel.frames:  # what is found wrong in a frame is kept in the same memory
+        first = printer.size("cleared", "cleared")
+        out(f"_clear(Z, {first}, {printer.size('cleared end', 'cleared_end')})")
     for k in range(len(printer.kernel.frames)):
         out(f"if _same_header(frame{k}, G) == 0:")
         out("    tl.store(E, 2)")
@@ -107,11 +110,18 @@ def _sizes(printer: Passes, places: list[Place], sizes: Lines) -> str:
         sizes(f"{name} = {grid}")
     if printer.results:
         printer.zeroed.append(("results", str(8 * len(printer.results))))
+    # The first kernel of encode clears what has a fixed size; anything else is left to torch.
+    fixed = all(set(num_bytes) <= set("0123456789 *") for _, num_bytes in printer.zeroed)
+    clears = fixed and kernel.output is None and not kernel.frames
+    if "cleared" in printer.ints:
+        sizes("cleared = cleared_end = zeroed")
     for pieces, used in ((printer.scratch, "used"), (printer.zeroed, "zeroed")):
         for name, num_bytes in pieces:
             sizes(f"at_{name} = {used}")
             sizes(f"{used} = _align({used} + {num_bytes})")
             printer.values[("at", name)] = f"at_{name}"
+    if clears:
+        sizes("cleared_end = zeroed")
     printer.values |= dict(printer.sizes)
     first: dict[object, str] = {"n": "n", "body": "place", "at": "at", "results": "at_results"}
     if not printer.results:
@@ -132,6 +142,10 @@ def _sizes(printer: Passes, places: list[Place], sizes: Lines) -> str:
     out()
     launches = ", ".join(f"({x.name}, {x.warps}, {x.span})" for x in printer.launches)
     out(f"{kernel.name}_launches = ({launches},)")
-    messages = ("an index is out of range", "its header is not that of such a frame")
+    out(f"{kernel.name}_clears = {clears}")
+    messages = (
+        "an index is out of range or out of order",
+        "its header is not that of such a frame",
+    )
     out(f"{kernel.name}_refusals = {(*messages, *(r.message for r in kernel.requires))!r}")
     return str(out)

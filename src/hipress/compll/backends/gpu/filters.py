@@ -166,7 +166,7 @@ def _print_round(
                 return "0.0"
             return loaded(e.attr, f"tl.load({e.attr.name} + i, mask=taken)")
         if e.is_load:
-            return printer.loaded(e, args[0], ", mask=taken")
+            return printer.loaded(e, args[0], "taken")
         return printer.spell(e, args)
 
     texts = printer.print(roots, out, known, spell)

@@ -173,17 +173,32 @@ class KernelPrinter(MachinePrinter):
         return super().spell(e, args)
 
     def loaded(self, e: Expr, index: str, mask: str = "") -> str:
-        """Returns an element at any index, clamped into the array where it may be outside."""
+        """Returns an element at any index, clamped into the array where it may be outside.
+
+        Args:
+            e: The load.
+            index: The text of the index.
+            mask: The text of the elements that are there, if not all are; it may be None at run
+                time.
+        """
         array: Array = e.attr
         if machine_type(e.args[0]) != "i64":
             index = cast(index, "i64")
         if e.op == "load_clamped":
-            last = self.size(("last", array.name), f"{self.length_text(array.length)} - 1")
-            # An empty array still has memory of its frame after it: never a fault.
+            last = self.last(array)
             index = f"_max(_min({index}, {last}), _i64(0))"
+            if array.length.op != "n":  # a gradient with no element runs no kernel
+                mask = f"_unless_empty({last}, {mask or None})"
+        given = f", mask={mask}" if mask else ""
         if array.storage in PACKED:
-            return f"_packed_at({array.name}, {index}, {STORAGE_BITS[array.storage]}{mask})"
-        return loaded(array, f"tl.load({array.name} + {index}{mask})")
+            bits = STORAGE_BITS[array.storage]
+            return f"_packed_at({array.name}, {index}, {bits}{given})"
+        other = ", other=0" if e.op == "load_clamped" and array.length.op != "n" else ""
+        return loaded(array, f"tl.load({array.name} + {index}{given}{other})")
+
+    def last(self, array: Array) -> str:
+        """Returns the last index of an array; -1 if it is empty."""
+        return self.size(("last", array.name), f"{self.length_text(array.length)} - 1")
 
     def cast(self, text: str, machine: str) -> str:
         return cast(text, machine)

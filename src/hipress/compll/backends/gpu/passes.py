@@ -209,12 +209,15 @@ class Passes(KernelPrinter):
             self._clear(f"{name}_clear", array, size, decodes)
         elif decodes:
             self._spoil(f"{name}_spoil", array, size)
-        tile = Tile(self, p.length, None, [p.index, p.value], elements=1024)
+        tile = Tile(self, p.length, None, p.exprs, elements=1024)
         tile.open(f"{name}_tile", [array])
-        index, value = tile.print([p.index, p.value])
+        index, value, *bad = tile.print(p.exprs)
         out(f"at = {cast(tile.whole(index, p.index), 'i64')}")
         out(f"value = {tile.whole(value, p.value)}")
         out(f"there = (at >= 0) & (at < {self.size(('size', name), size)})")
+        if p.bad is not None:
+            # Two that are equal would be added side by side, and one of them lost.
+            out(f"there = there & ({tile.whole(bad[0], p.bad)} == 0)")
         out("if TAIL:")
         out("    there = there | (live == 0)")
         out("if _any(there == 0) != 0:")
@@ -332,9 +335,10 @@ class Passes(KernelPrinter):
         known = self.known([e.args[0] for e in picks])
         for e in picks:
             [rank] = self.print([e.args[0]], out, known)
-            last = self.size(("last", sort.values.name), f"{self.length_text(sort.length)} - 1")
+            last = self.last(sort.values)
             at = f"_max(_min(({rank}).to(tl.int64), {last}), _i64(0))"
-            value = loaded(sort.values, f"tl.load({sort.values.name} + {at})")
+            there = f"mask=_unless_empty({last}, None), other=0"
+            value = loaded(sort.values, f"tl.load({sort.values.name} + {at}, {there})")
             out(f"tl.store({self.result(e, e.type)}, {cast(f'({value})', wide_type(e.type))})")
         self.launch(f"{name}_pick", "1")
 
@@ -366,7 +370,8 @@ class Passes(KernelPrinter):
             out(f"_select_count({given})")
             self.launch(f"{name}_l{level}", grid, 8)
         self.head(f"{name}_value")
-        out(f"tl.store({self.result(e, e.type)}, _select_value({counts}, {found}))")
+        value = f"_select_value({counts}, {found}, {self.size(('size', name), size)})"
+        out(f"tl.store({self.result(e, e.type)}, {value})")
         self.launch(f"{name}_value", "1", 8)
 
     def scalars(self, name: str, p: ir.Scalars) -> None:

@@ -80,8 +80,9 @@ def _finite(x: Any) -> Any:
 
 def _idiv(a: Any, b: Any) -> Any:
     """Towards zero, as in C; by zero gives 0."""
-    q = tl.abs(a) // tl.maximum(tl.abs(b), 1)
-    return tl.where(b == 0, 0, tl.where((a < 0) == (b < 0), q, -q))
+    # The smallest int has no magnitude, and overflows divided by -1.
+    q = a // tl.where((b == 0) | (b == -1), 1, b)
+    return tl.where(b == 0, 0, tl.where(b == -1, -a, q))
 
 
 def _imod(a: Any, b: Any) -> Any:
@@ -319,12 +320,12 @@ def _select_count(
     tl.atomic_add(counts + LEVEL * 256 + bins, total, mask=total > 0, sem="relaxed")
 
 
-def _select_value(counts: Any, found: Any) -> Any:
-    """The element whose digits were found."""
+def _select_value(counts: Any, found: Any, length: Any) -> Any:
+    """The element whose digits were found; 0 where there is no element."""
     key, _ = _digit(counts, found, 3)
     b = key.to(tl.uint32)
     b ^= tl.where(b >> 31 != 0, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
-    return b.to(tl.float32, bitcast=True)
+    return tl.where(length > 0, b.to(tl.float32, bitcast=True), 0.0)
 
 
 def _unit_mask(
@@ -358,11 +359,23 @@ def _spoil(out: Any, length: Any, pid: Any, programs: Any, value: Any) -> Any:
         tl.store(out + offs, tl.zeros([4096], value.dtype) + value, mask=offs < length)
 
 
+def _unless_empty(last: Any, mask: Any) -> Any:
+    """A mask without any element where the last index is that of an empty array."""
+    there = last >= 0
+    if mask is not None:
+        there = there & mask
+    return there
+
+
 def _packed_at(array: Any, i: Any, BITS: tl.constexpr, mask: Any = None) -> Any:
-    """Single codes of a packed array of bytes."""
+    """Single codes of a packed array of bytes; 0 where the mask leaves them out."""
     bit = i * BITS
-    byte = tl.load(array.to(tl.pointer_type(tl.uint8)) + (bit >> 3), mask=mask).to(tl.int32)
-    return (byte >> (bit & 7).to(tl.int32)) & (2**BITS - 1)
+    at = array.to(tl.pointer_type(tl.uint8)) + (bit >> 3)
+    if mask is None:
+        byte = tl.load(at)
+    else:
+        byte = tl.load(at, mask=mask, other=0)
+    return (byte.to(tl.int32) >> (bit & 7).to(tl.int32)) & (2**BITS - 1)
 
 
 def _scan_sum(a: Any, b: Any) -> Any:
@@ -406,6 +419,13 @@ def _write_header(frame: Any, template: Any, num_words: Any, step: Any) -> Any:
         text = tl.load(template.to(tl.pointer_type(tl.int32)) + word, mask=there)
         text = tl.where(word == 2, step.to(tl.int32), text)
         tl.store(frame.to(tl.pointer_type(tl.int32)) + word, text, mask=there)
+
+
+def _clear(memory: Any, start: Any, end: Any) -> Any:
+    """Zeroes some kilobytes."""
+    for first in range(start, end, 4096):
+        at = first + tl.arange(0, 4096)
+        tl.store(memory + at, tl.zeros([4096], tl.uint8), mask=at < end)
 
 
 def _clear_gap(body: Any, start: Any, end: Any) -> Any:

@@ -1,8 +1,9 @@
 """Starts the kernels of a generated GPU module.
 
-What depends on the number of elements (a row of numbers, the programs of each launch, scratch
-memory) is made once and kept, so that a step only launches: nothing is copied to the device and
-nothing waits for it, and a CUDA graph can capture the whole.
+What depends on the number of elements (a row of numbers, the frame's header, the programs of each
+launch) is made once and kept, so that a step only launches: nothing is copied to the device and
+nothing waits for it, and a CUDA graph can capture the whole. A kernel that Triton has compiled and
+started once is started by its address from then on.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 MIN_SPLIT = 2048
 """From this many tiles on it pays to start the last one, which needs a mask, on its own."""
@@ -48,43 +52,52 @@ class Gradient:
     """Where it starts in the flat buffer."""
 
 
+class Start(NamedTuple):
+    """One start of a kernel."""
+
+    place: int
+    """The place of the kernel among the launches."""
+    programs: int
+    part: int | None
+    """Which tiles it does, as `Tile.close` says; None: there is only one part."""
+
+
 @dataclass(frozen=True, eq=False)
 class Sizes:
     """What a kernel needs to know about some gradients, on their device."""
 
+    memory: torch.Tensor
+    """All of the following, as bytes."""
     ints: torch.Tensor
     floats: torch.Tensor
+    zeros: torch.Tensor
+    """Seed, stream or step where no random number is drawn: one for each gradient."""
+    one: torch.Tensor
+    """The factor on the residual, unless the caller has another."""
+    headers: tuple[torch.Tensor, ...]
+    """The frame's header and table; of a merge, then those of the frames that are read."""
     tables: tuple[torch.Tensor, ...]
     """For each launch, the gradient and the tile of each program (not for a single gradient)."""
-    grids: tuple[int, ...]
-    lengths: tuple[int, ...]
-    """Elements that each launch goes over."""
+    starts: tuple[Start, ...]
     rows: tuple[tuple[int, ...], ...]
     """The ints again, for what the host does."""
     used: int
     zeroed: int
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What lies on the device."""
-        return (self.ints, self.floats, *self.tables)
-
 
 @dataclass
 class _Entry:
     value: Any
-    streams: set[Any] = field(default_factory=set)
+    written: Any = None
+    """The event after which the tensors can be read."""
+    streams: dict[int, Any] = field(default_factory=dict)
     """Streams whose kernels may still read the tensors."""
     is_captured: bool = False
     """Whether a CUDA graph reads the tensors again in each replay."""
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.value.tensors if isinstance(self.value, Sizes) else (self.value,)
-
 
 class DeviceCache:
-    """Tensors and `Sizes` on a device that kernels read; the least recently used are dropped.
+    """`Sizes` on a device that kernels read; the least recently used are dropped.
 
     What was looked up while a stream was being captured is kept for good, because the graph reads
     the same memory in each replay.
@@ -98,24 +111,43 @@ class DeviceCache:
         return len(self._entries)
 
     def get(self, key: Any, device: torch.device, make: Callable[[], Any]) -> Any:
-        """Returns the value of a key, made if it is not there.
+        """Returns the value of a key, made if it is not there. The host waits for nothing.
 
         Args:
             key: Identifies the value.
             device: The device whose current stream is going to read it.
-            make: Makes the value.
+            make: Makes the value, in the order of that stream.
         """
+        on_gpu = device.type == "cuda"
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
+                if on_gpu and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        "a CUDA graph is being captured and this is the first call with this "
+                        "number of elements and these factors; make the same call once before the "
+                        "capture."
+                    )
                 entry = self._entries[key] = _Entry(make())
+                if on_gpu:
+                    entry.written = torch.cuda.current_stream(device).record_event()
                 self._drop_old()
             else:
                 self._entries.move_to_end(key)
-            if device.type == "cuda":
-                entry.streams.add(torch.cuda.current_stream(device))
-                entry.is_captured = entry.is_captured or torch.cuda.is_current_stream_capturing()
+            if on_gpu:
+                self._note_stream(entry, device)
         return entry.value
+
+    @staticmethod
+    def _note_stream(entry: _Entry, device: torch.device) -> None:
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        entry.is_captured = entry.is_captured or is_capturing
+        stream_id = _stream_id(device)
+        if stream_id not in entry.streams:
+            stream = entry.streams[stream_id] = torch.cuda.current_stream(device)
+            # A graph cannot wait for what was not captured; its caller has waited before.
+            if not is_capturing:
+                stream.wait_event(entry.written)
 
     def _drop_old(self) -> None:
         """Drops one entry that no graph has captured, if there are too many."""
@@ -123,9 +155,15 @@ class DeviceCache:
         if len(self._entries) <= MAX_KEPT or (key := next(oldest, None)) is None:
             return
         dropped = self._entries.pop(key)
-        for tensor in dropped.tensors:
-            for stream in dropped.streams:
-                tensor.record_stream(stream)  # its memory is not used again before that has ended
+        for stream in dropped.streams.values():
+            # Its memory is not used again before that has ended.
+            dropped.value.memory.record_stream(stream)
+
+
+def _stream_id(device: torch.device) -> int:
+    """Returns a number for the current stream, in less time than torch makes an object for it."""
+    found: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return found
 
 
 def interpreted() -> bool:
@@ -137,21 +175,46 @@ class Kernels:
     """One kernel of a module (`encode`, `decode` or `decode_add`) with the sizes it has met."""
 
     def __init__(self, module: ModuleType, name: str) -> None:
-        if interpreted():
+        self._interpreted = interpreted()
+        self._triton: Any = None
+        """Triton, if compiled kernels can be started without it: in the version that was read."""
+        if self._interpreted:
             _patch_interpreter()
+        else:
+            import triton
+
+            self._triton = triton if triton.__version__.startswith("3.6.") else None
         self.name = name
         self.refusals: tuple[str, ...] = getattr(module, f"{name}_refusals")
         self._sizes_of = getattr(module, f"{name}_sizes")
         self._launches = getattr(module, f"{name}_launches")
+        # Kernels that clear memory themselves save a launch.
+        self._memory = torch.empty if getattr(module, f"{name}_clears") else torch.zeros
         self._kept = DeviceCache()
+        self._ready: dict[Any, dict[Any, Callable[..., None]]] = {}
+        """Compiled kernels that can be started without Triton's checks, by device and kind."""
 
-    def sizes(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
-        """Returns what the kernels need to know about some gradients; kept for later calls."""
-        key = (device, tuple(gradients))
-        found: Sizes = self._kept.get(key, device, partial(self.make, gradients, device))
-        return found
+    def sizes(
+        self,
+        key: Any,
+        device: torch.device,
+        describe: Callable[[], tuple[Sequence[Gradient], Sequence[bytes]]],
+    ) -> Sizes:
+        """Returns what the kernels need to know about some gradients; kept for later calls.
 
-    def make(self, gradients: Sequence[Gradient], device: torch.device) -> Sizes:
+        Args:
+            key: Identifies gradients and headers.
+            device: Where they are.
+            describe: Returns the gradients and the headers.
+        """
+        made: Sizes = self._kept.get(
+            (key, device), device, lambda: self.make(*describe(), device=device)
+        )
+        return made
+
+    def make(
+        self, gradients: Sequence[Gradient], headers: Sequence[bytes], *, device: torch.device
+    ) -> Sizes:
         """Returns the same as `sizes`, for a caller that keeps it."""
         header_words = 16 + 4 * len(gradients)
         used, zeroed = 0, 0
@@ -164,80 +227,163 @@ class Kernels:
             rows.append(tuple(int(v) for v in ints))
             floats.append(reals)
             grids.append(tuple(int(v) for v in grid))
-        tables = []
-        if len(gradients) > 1:
-            for launch in zip(*grids, strict=True):
-                pairs = [
-                    np.stack([np.full(count, g, np.int32), np.arange(count, dtype=np.int32)], 1)
-                    for g, count in enumerate(launch)
-                ]
-                table = torch.from_numpy(np.concatenate(pairs).reshape(-1))
-                tables.append(table.to(device))
+        programs = list(zip(*grids, strict=True))
+        tables = [_table(counts) for counts in programs] if len(gradients) > 1 else []
+        arrays: list[NDArray[Any]] = [
+            np.array(rows, np.int64),
+            np.array(floats, np.float32),
+            np.zeros(len(gradients), np.int64),
+            np.ones(1, np.float32),
+            *(np.frombuffer(header, np.uint8) for header in headers),
+            *tables,
+        ]
+        memory, (ints_there, floats_there, zeros, one, *rest) = copied(arrays, device)
         return Sizes(
-            ints=torch.tensor(rows, dtype=torch.int64).to(device),
-            floats=torch.tensor(floats, dtype=torch.float32).to(device),
-            tables=tuple(tables),
-            grids=tuple(sum(launch) for launch in zip(*grids, strict=True)),
-            lengths=tuple(int(length) for length in lengths),
+            memory=memory,
+            ints=ints_there,
+            floats=floats_there,
+            zeros=zeros,
+            one=one,
+            headers=tuple(rest[: len(headers)]),
+            tables=tuple(rest[len(headers) :]),
+            starts=tuple(self._starts([sum(p) for p in programs], lengths, len(gradients) > 1)),
             rows=tuple(rows),
             used=used,
             zeroed=zeroed,
         )
 
+    def _starts(
+        self, grids: Sequence[int], lengths: Sequence[float], bulk: bool
+    ) -> Iterator[Start]:
+        """Yields the starts of all launches."""
+        for place, ((_, warps, span), grid) in enumerate(zip(self._launches, grids, strict=True)):
+            full = int(lengths[place]) // span if span > 0 else 0
+            if not warps:
+                yield Start(place, 1, None)
+            elif not grid:
+                continue
+            elif not span:
+                yield Start(place, grid, None)
+            elif bulk or span < 0 or grid < MIN_SPLIT:
+                yield Start(place, grid, 0)
+            else:
+                yield Start(place, full, 1)
+                if full * span < lengths[place]:
+                    yield Start(place, 1, 2)
+
     def __call__(
         self,
         sizes: Sizes,
-        header: torch.Tensor,
         frame: torch.Tensor,
         memory: Sequence[torch.Tensor],
-        rng: Sequence[torch.Tensor],
-        rho: torch.Tensor,
         error: torch.Tensor,
+        rng: Sequence[torch.Tensor] | None = None,
+        rho: torch.Tensor | None = None,
     ) -> None:
         """Launches the kernels.
 
         Args:
             sizes: From `sizes`.
-            header: The frame's header and table: written by encode, expected by decode.
             frame: All of the frame.
             memory: The gradient (or output) and the states, flat; of a merge, the header that
                 frames must have, the frames and the states.
-            rng: seed, stream and step; any tensor where no random number is drawn.
-            rho: The factor on the residual.
             error: The word that is set where a frame is damaged.
+            rng: seed, stream and step; None where no random number is drawn.
+            rho: The factor on the residual; None is 1.
         """
         device = frame.device
-        work = torch.empty(max(sizes.used, 16), dtype=torch.uint8, device=device)
-        zeroed = work
+        work = zeroed = sizes.memory
+        if sizes.used:
+            work = torch.empty(sizes.used, dtype=torch.uint8, device=device)
         if sizes.zeroed:
-            zeroed = torch.zeros(sizes.zeroed, dtype=torch.uint8, device=device)
-        bulk = len(sizes.rows) > 1
-        args = (sizes.ints, sizes.floats, zeroed, work, error, header, frame, *memory, rho, *rng)
-        with _quiet(), _on(device):
-            for k, (kernel, warps, span) in enumerate(self._launches):
-                if warps == 0:
-                    _sort(kernel, sizes, work)
-                    continue
-                table = sizes.tables[k] if bulk else sizes.ints
-                options = {"BULK": bulk, "num_warps": warps, "enable_fp_fusion": False}
-                for grid, part in _parts(sizes, k, span, bulk):
-                    chosen = options if part is None else options | {"PART": part}
-                    kernel[(grid,)](*args, table, **chosen)
+            zeroed = self._memory(sizes.zeroed, dtype=torch.uint8, device=device)
+        args = (
+            *(sizes.ints, sizes.floats, zeroed, work, error, sizes.headers[0], frame, *memory),
+            sizes.one if rho is None else rho,
+            *(rng or (sizes.zeros, sizes.zeros, sizes.zeros)),
+        )
+        # NumPy, which runs interpreted kernels, would warn of NaN and infinities.
+        with np.errstate(all="ignore") if self._interpreted else _on(device):
+            self._start(sizes, device, work, args)
+
+    def _start(
+        self, sizes: Sizes, device: torch.device, work: torch.Tensor, args: tuple[Any, ...]
+    ) -> None:
+        bulk, index = len(sizes.rows) > 1, device.index or 0
+        addresses = [tensor.data_ptr() for tensor in args]
+        ready, stream = None, 0
+        # With another alignment Triton makes another kernel, and has to choose.
+        if self._triton is not None and not reduce(or_, addresses) % 16 and _no_hooks(self._triton):
+            ready = self._ready.setdefault((index, bulk), {})
+            stream = self._triton.runtime.driver.active.get_current_stream(index)
+        for place, programs, part in sizes.starts:
+            kernel, warps, _ = self._launches[place]
+            if not warps:
+                _sort(kernel, sizes, work)
+                continue
+            table = sizes.tables[place] if bulk else sizes.ints
+            known = None if ready is None else ready.get((place, part))
+            if known is not None:
+                known(programs, stream, *addresses, table.data_ptr(), bulk, part)
+                continue
+            chosen = {} if part is None else {"PART": part}
+            options = {"BULK": bulk, "num_warps": warps, "enable_fp_fusion": False}
+            made = kernel[(programs,)](*args, table, **chosen, **options)
+            if ready is not None:
+                ready[place, part] = _starter(made, part)
 
 
-def _parts(sizes: Sizes, k: int, span: int, bulk: bool) -> Iterator[tuple[int, int | None]]:
-    """Yields the programs and the part of each start of a launch; None is the only part."""
-    if not sizes.grids[k]:
-        return
-    if not span:
-        yield sizes.grids[k], None
-    elif bulk or span < 0 or sizes.grids[k] < MIN_SPLIT:
-        yield sizes.grids[k], 0
-    else:
-        full = sizes.lengths[k] // span
-        yield full, 1
-        if full * span < sizes.lengths[k]:
-            yield 1, 2
+def _no_hooks(triton: Any) -> bool:
+    """Whether no profiler wants to be told of launches."""
+    knobs = triton.knobs.runtime
+    return not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls)
+
+
+def _starter(compiled: Any, part: int | None) -> Callable[..., None]:
+    """Returns what starts a compiled kernel with addresses of memory.
+
+    Triton looks at each argument of each call to find the kernel for it; here that is known. An
+    address is taken as it is, where a tensor would be asked for it, and the driver too.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def start(programs: int, stream: int, *args: Any) -> None:
+        args = args if part is not None else args[:-1]
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *args)
+
+    return start
+
+
+def _table(counts: Sequence[int]) -> NDArray[np.int32]:
+    """Returns gradient and tile of each program, from the number of tiles of each gradient."""
+    pairs = [
+        np.stack([np.full(count, g, np.int32), np.arange(count, dtype=np.int32)], 1)
+        for g, count in enumerate(counts)
+    ]
+    return np.concatenate(pairs).reshape(-1)
+
+
+def copied(
+    arrays: Sequence[NDArray[Any]], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Copies arrays to a device, side by side on multiples of 16 bytes; the host does not wait.
+
+    Returns:
+        All bytes, and a tensor for each array.
+    """
+    ends = list(accumulate(-(-a.nbytes // 16) * 16 for a in arrays))
+    places = [0, *ends[:-1]]
+    memory = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for at, array in zip(places, arrays, strict=True):
+        memory.numpy()[at : at + array.nbytes] = (
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        )
+    memory = memory.to(device, non_blocking=True)
+    views = [
+        memory[at : at + a.nbytes].view(torch.from_numpy(np.empty(0, a.dtype)).dtype)
+        for at, a in zip(places, arrays, strict=True)
+    ]
+    return memory, views
 
 
 def _sort(places: tuple[Any, ...], sizes: Sizes, work: torch.Tensor) -> None:
@@ -254,11 +400,6 @@ def _sort(places: tuple[Any, ...], sizes: Sizes, work: torch.Tensor) -> None:
         order = torch.argsort(keys, stable=True)
         for view in views:
             view.copy_(view[order])
-
-
-def _quiet() -> AbstractContextManager[Any]:
-    """Silences NumPy's warnings about NaN and infinities where kernels are interpreted."""
-    return np.errstate(all="ignore") if interpreted() else nullcontext()
 
 
 def _patch_interpreter() -> None:
@@ -288,4 +429,6 @@ def _patch_interpreter() -> None:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -45,18 +45,27 @@ ELEMENTS = 4096
 """Elements of a tile, unless a block is larger."""
 
 
-def _shape(encodes: bool, block: int | None, roots: list[Expr]) -> tuple[int, int]:
-    """Returns elements of a tile and of a thread, by what was fastest on an H200 (256M elements).
+SHAPES = {
+    "random": (2 * ELEMENTS, 32),
+    "decode": (ELEMENTS, 16),
+    "blocks": (ELEMENTS // 2, 8),
+    "encode": (ELEMENTS, 8),
+}
+"""Elements of a tile and of a thread, by what was fastest on an H200 (256M elements).
 
-    Random numbers cost so many instructions that a thread should make many; decoding wants many
-    independent loads in a thread; an encoder is faster with fewer registers. What a tile does
-    once (reading its row of numbers) is shared by its elements.
-    """
+Random numbers cost so many instructions that a thread should make many; decoding wants many
+independent loads in a thread; an encoder is faster with fewer registers. What a tile does once
+(reading its row of numbers) is shared by its elements.
+"""
+
+
+def _shape(encodes: bool, block: int | None, roots: list[Expr]) -> tuple[int, int]:
+    """Returns elements of a tile and of a thread."""
     if any(e.op in ir.RANDOM for e in walk(roots)) and block is None and encodes:
-        return 2 * ELEMENTS, 32
+        return SHAPES["random"]
     if not encodes or (block or 0) >= ELEMENTS:
-        return ELEMENTS, 16
-    return (ELEMENTS // 2 if block else ELEMENTS), 8
+        return SHAPES["decode"]
+    return SHAPES["blocks" if block else "encode"]
 
 
 MAX_BLOCK = 131_072
@@ -212,9 +221,10 @@ class Tile:
         if e.op == "load" and aligned and not ir.splits_bytes(e.attr, self._each(e.attr)):
             return self._own(e.attr)
         if e.is_load:
-            there = f", mask=block * {self.block} < length" if e.variance == 1 else ""
-            mask = f", mask={self.columns(e).name('live')}" if e.variance == 2 else there
-            return self.printer.loaded(e, args[0], mask)
+            masks = {1: f"block * {self.block} < length"}
+            if e.variance == 2:
+                masks[2] = self.columns(e).name("live")
+            return self.printer.loaded(e, args[0], masks.get(e.variance, ""))
         aligned = aligned and not self._is_row(e.args[0])
         if e.op == "add" and e.type == "float":
             for k in (0, 1):
@@ -239,6 +249,11 @@ class Tile:
 
     def _own(self, array: Array) -> str:
         if array.storage not in ir.PACKED:
+            if array is self.printer.kernel.input and array.storage != "f32":
+                # A thread takes four elements in a row, as of 32 bits, not eight: so floats add up
+                # in the same order, and nothing has to be handed from thread to thread.
+                place = f"tl.max_contiguous({array.name} + start + offs, [1, 4])"
+                return loaded(array, f"tl.load({place}, mask=live)")
             return loaded(array, f"tl.load({self._place(array)})")
         bits, unit = ir.STORAGE_BITS[array.storage], self.units[array]
         return f"_unpack({self._units(array, 'tl.load')}, {bits}, {unit})"
@@ -326,11 +341,11 @@ class Tile:
                 self.out(f"{there} = {self.in_use(f.row)}.to(tl.int32)")
             else:
                 self._if_masked(f"{there} = live.to(tl.int32)")
-            pair = f"({there}, {body})"
-            if not axis:
-                size = f"[{self.rows * self.cols}]"
-                pair = f"(tl.reshape({there}, {size}), tl.reshape({body}, {size}))"
-            return f"tl.reduce({pair}, {1 if axis else 0}, {self.printer.combine_name(f)})[1]"
+            join = self.printer.combine_name(f)
+            pair = f"tl.reduce(({there}, {body}), 1, {join})"
+            # One axis after the other: a reshape of the pair would let Triton put the elements of
+            # each half in an order of its own, and what is there would part from its value.
+            return f"{pair}[1]" if axis else f"tl.reduce({pair}, 0, {join})[1]"
         text = f"tl.{'min' if f.kind == 'min' else 'max'}({body}{comma})"
         return f"_unkey({text})" if f.type == "float" else text
 

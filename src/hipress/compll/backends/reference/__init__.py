@@ -386,22 +386,23 @@ class _KernelPrinter(Printer):
         else:
             self.out(f"{acc} = {text[f.kind]}")
 
-    def _check_index(self, where: str, size: str) -> None:
+    def _check_index(self, where: str, size: str, *bad: str) -> None:
         out = self.out
-        out(f"if np.any(({where} < 0) | ({where} >= {size})):")
+        wrong = " | ".join([f"({where} < 0)", f"({where} >= {size})", *bad])
+        out(f"if np.any({wrong}):")
         if self.kernel.input is None:
-            out('    return "an index in the payload is out of range"')
+            out('    return "an index in the payload is out of range or out of order"')
         else:
             out('    raise IndexError("an index of a scatter is out of range")')
 
     def scatter(self, p: ir.Scatter) -> None:
         out = self.out
         length = self._len(p.length)
-        index, value = self.values([p.index, p.value])
+        index, value, *bad = self.values(p.exprs)
         size = self._size(p.array.length)
         where = self.fresh()
         out(f"{where} = _whole({index}, {length})")
-        self._check_index(where, size)
+        self._check_index(where, size, *bad)
         total = self.fresh()
         self._alloc(p.array)
         if p.clear:

@@ -81,8 +81,9 @@ def _largest(keys: Any, count: Any) -> Any:
 def _idiv(a: Any, b: Any) -> Any:
     """Towards zero, as in C; by zero gives 0."""
     safe = np.where(b == 0, 1, b)
-    q = np.abs(a) // np.abs(safe)
-    return np.where(b == 0, 0, np.where((a < 0) == (b < 0), q, -q))
+    q = a // safe
+    q += ((a < 0) != (safe < 0)) & (q * safe != a)  # Python rounds down
+    return np.where(b == 0, 0, q)
 
 
 def _imod(a: Any, b: Any) -> Any:
