@@ -55,7 +55,7 @@ def main() -> None:
         right = (layers(images[1400:]).argmax(1) == labels[1400:]).float().mean()
         stats = sync.stats()
         print(
-            f"step {stats.num_steps}: {100 * right:.1f} % right; {stats.sent_bytes} bytes sent, "
+            f"step {sync.step}: {100 * right:.1f} % right; {stats.sent_bytes} bytes sent, "
             f"{stats.ratio:.1f} x less than plain",
             flush=True,
         )

@@ -88,7 +88,7 @@ def main() -> None:
         right = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean()
         stats = compress.sync.stats()
         print(
-            f"step {stats.num_steps}: {100 * right:.1f} % right; {stats.sent_bytes} bytes sent, "
+            f"step {compress.sync.step}: {100 * right:.1f} % right; {stats.sent_bytes} bytes sent, "
             f"{stats.ratio:.1f} x less than plain",
             flush=True,
         )

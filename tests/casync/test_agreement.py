@@ -163,6 +163,17 @@ def test_a_store_that_is_gone_is_blamed_on_its_holder(call, rank):
     assert "is down ([c10d] recv, Connection reset by peer); look" in str(found.value)
 
 
+def test_a_connection_that_was_lost_is_not_used_again():
+    """Catches: a late answer that is taken for that of the next question."""
+    store = Gone()
+    agreement = Agreement(store, 1, 2, timeout_s=60)
+    with pytest.raises(PeerError):
+        agreement.agree("tea", {})
+    agreement._store = HashStore()
+    with pytest.raises(PeerError, match="rank 1 does not reach the store"):
+        agreement.post(3, "milk")
+
+
 def test_a_store_that_ended_after_a_failure_is_not_blamed():
     """Catches: rank 0, which has left because rank 2 failed, named in its place."""
 

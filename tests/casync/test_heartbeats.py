@@ -116,6 +116,17 @@ def test_a_rank_that_has_died_is_named_long_before_the_timeout(ward, quick):
         assert "rank 2 is gone: connections are closed and heartbeats have stopped" in str(error)
 
 
+def test_a_rank_that_failed_itself_is_not_counted_among_those_who_know(ward, quick):
+    """Catches: rank 0 leaves while rank 1 knows nothing, because rank 2 knows of its own error."""
+    watched = ward(3, 1800.0)
+    watched.ranks[1]._beat_s = 0.4
+    time.sleep(0.3)
+    watched.ranks[2].explain(ValueError("out of paper"))
+    watched.wait([0], 5.0)
+    watched.ranks[0].close()
+    assert watched.errors[1].ranks == (2,)
+
+
 @pytest.mark.parametrize("silent", [0, 2])
 def test_rank_0_keeps_the_store_until_all_know_who_failed(ward, quick, silent):
     """Catches: rank 0 leaves first, and a slower rank blames it for the store that is gone."""

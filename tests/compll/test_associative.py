@@ -26,6 +26,19 @@ def check(kind: str, array: str, start: str, body: str) -> None:
 
 
 LEGAL = [
+    ("int", "range(g.size)", "-1", "return a < 0 ? b : min(a, b);"),
+    (
+        "float",
+        "map(g, [&](float x) -> float { return top - abs(x); })",
+        "0.0",
+        "return min(a + b, 1.0);",
+    ),
+    (
+        "int",
+        "scan(code, 0, [&](int a, int b) -> int { return a + b; })",
+        "0",
+        "return min(a + b, 1000);",
+    ),
     ("int", "range(g.size)", "0", "return g[a] > g[b] || g[a] == g[b] && a < b ? a : b;"),
     ("float", "g", "0.0", "return abs(a) > abs(b) || abs(a) == abs(b) && a > b ? a : b;"),
     ("int", "whole", "0", "return b + a;"),
@@ -66,6 +79,9 @@ ORDERED = [
 ]
 """Associative, but the result depends on the order: the first, the last, ties."""
 ILLEGAL = [
+    ("int", "range(g.size)", "0", "return a / 64 == b / 64 ? min(a, b) : b;"),
+    ("float", "g", "0.0", "return 0.995 * (a + b);"),
+    ("float", "g", "0.0", "return a + 0.995 * b;"),
     ("int", "whole", "0", "return a - b;"),
     ("int", "whole", "0", "return b - a;"),
     ("int", "whole", "0", "return a * 31 + b;"),
@@ -111,7 +127,7 @@ def test_the_error_shows_small_numbers_and_the_place_always_the_same() -> None:
         messages.add(str(error.value))
         assert (error.value.line, error.value.column) == (5, 30)
     [message] = messages
-    assert "f(f(0, -8), 1) is 7, but f(0, f(-8, 1)) is 9" in message
+    assert "f(f(4, 0), 1) is 3, but f(4, f(0, 1)) is 5" in message
 
 
 def test_a_scan_goes_from_left_to_right_so_any_function_may_join() -> None:

@@ -498,6 +498,34 @@ def test_an_index_out_of_range_in_a_payload_is_refused(backend: str) -> None:
         decode(program, backend, body, len(X))
 
 
+ELSEWHERE = {
+    "zeros behind the places": "g = scatter(ix, v, g.size);",
+    "as many as there is room": "g = scatter(first(ix, 8), first(v, 8), g.size);",
+    "backwards": """int* back = map(range(ix.size), [&](int i) -> int { return ix[7 - i]; });
+        g = scatter(back, v, g.size);""",
+    "each twice": """int* twice = map(range(ix.size), [&](int i) -> int { return ix[i / 2]; });
+        g = scatter(twice, v, g.size);""",
+}
+
+
+@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("how", ELSEWHERE)
+def test_places_may_be_read_in_any_order(how: str, backend: str) -> None:
+    """Catches: a frame that is as it was sent, and is refused because its places do not ascend."""
+    text = f"""void XEncode(float* g, uint8* c) {{
+        uint32* ix = filter(range(g.size), [&](int i) -> uint1 {{ return g[i] > 2.0; }}, 8);
+        float* v = gather(g, ix);
+        c = concat(ix, v);
+    }}
+    void XDecode(uint8* c, float* g) {{
+        uint32 ix[8]; float v[8]; extract(c, ix, v); {ELSEWHERE[how]}
+    }}"""
+    x = np.zeros(50, np.float32)
+    x[[3, 7, 40]] = 3.0, 5.0, 4.0
+    want = run_oracle(text, {}, x).decoded
+    np.testing.assert_array_equal(run(bound(text), backend, x, add=False).decoded, want)
+
+
 HOSTILE_COUNT = """void XEncode(float* g, uint8* c) {
     int k = reduce(map(g, [&](float x) -> int { return x; }), 0, [&](int a, int b) -> int {
         return a + b; });

@@ -369,7 +369,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "auto drops momentum of a checkpoint without a word",
         "session/checkpoint.py",
-        "if session.auto is not None and set(keys) - set(UNSENT) and dist.get_rank() == 0:",
+        "if session.auto is not None and set(keys) - set(UNSENT) and is_first:",
         "if False:",
         ("tests/session/test_shards.py",),
     ),

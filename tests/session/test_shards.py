@@ -182,6 +182,10 @@ def foreign_old(folder):
     return foreign_file(folder.with_name("sync.old"))
 
 
+def foreign_partial(folder):
+    return foreign_file(folder.with_name("sync.partial"))
+
+
 def file_in_the_way(folder):
     folder.write_text("mine")
     return folder
@@ -195,6 +199,7 @@ def other_checkpoint(folder):
 FOREIGN = {
     foreign_file: "'model.pt', which sync.save has not written and would delete; give a folder of",
     foreign_old: "sync.old' holds 'model.pt', which sync.save has not written",
+    foreign_partial: "sync.partial' holds 'model.pt', which sync.save has not written",
     file_in_the_way: "sync' is a file and would be replaced; give a folder of its own",
     other_checkpoint: "holds a checkpoint with 'model', which sync.save has not written",
 }

@@ -20,9 +20,9 @@ from tests.scenarios import Told
 pytestmark = [pytest.mark.alone, pytest.mark.full]
 
 SCRIPTS = Path(__file__).parent / "scripts"
-TIMEOUT_S = 10
-"""HIPRESS_TIMEOUT."""
-TORCH_S = 15
+TIMEOUT_S = 25
+"""HIPRESS_TIMEOUT: twenty ranks start at once, and need seconds for their first exchange."""
+TORCH_S = 30
 """The timeout of DDP's own group where it has one: longer, so that ours names the rank first."""
 ERROR_S, EXIT_S = 10, 20
 """How much longer than that it may take until a rank has its error, and until it is gone."""

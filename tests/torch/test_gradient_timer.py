@@ -107,11 +107,12 @@ def test_work_behind_backward_is_the_rest_up_to_the_next_forward():
 def test_the_clock_of_the_thread_leaves_out_what_others_do():
     """Catches: an exchange in the same process counted as backward."""
     model = Net()
-    over = threading.Event()
+    over, begun = threading.Event(), threading.Event()
 
     def other() -> None:
         while not over.is_set():
             torch.ones(100_000).sum()  # without Python's lock, as an exchange is
+            begun.set()
 
     with time_gradients(model) as seen:
         thread = threading.Thread(target=other)
@@ -121,6 +122,8 @@ def test_the_clock_of_the_thread_leaves_out_what_others_do():
                 over.clear()
                 thread = threading.Thread(target=other)
                 thread.start()
+                assert begun.wait(60)
+                begun.clear()
             out.backward()
             over.set()
             thread.join()

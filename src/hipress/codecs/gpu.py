@@ -8,7 +8,6 @@ on that device finds it and raises an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -171,17 +170,21 @@ class GpuMerge:
         self._merge(sizes, out, memory, error_word(device), rng, _ratio(state, device))
 
 
-@cache
+_error_words: dict[torch.device, tuple[torch.Tensor, NDArray[np.int32]]] = {}
+"""By device: a word in memory that the host can read, and the same word as the host reads it."""
+
+
 def error_word(device: torch.device) -> torch.Tensor:
-    """Returns the word that kernels set when they find damage, in memory that the host can read."""
-    return torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    """Returns the word that kernels set when they find damage."""
+    return _error_pair(device)[0]
 
 
-@cache
-def _error_view(device: torch.device) -> NDArray[np.int32]:
-    """Returns the same word for the host, which reads it in every call."""
-    view: NDArray[np.int32] = error_word(device).numpy()
-    return view
+def _error_pair(device: torch.device) -> tuple[torch.Tensor, NDArray[np.int32]]:
+    known = _error_words.get(device)
+    if known is None:
+        word = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        known = _error_words.setdefault(device, (word, word.numpy()))  # another thread may be first
+    return known
 
 
 _refusals: dict[torch.device, tuple[str, ...]] = {}
@@ -195,7 +198,7 @@ def raise_pending(device: torch.device | str) -> None:
     call, do it yourself when `torch.cuda.synchronize()` has returned.
     """
     device = torch.device(device)
-    word = _error_view(device)
+    word = _error_pair(device)[1]
     if found := int(word[0]):
         word[0] = 0
         reasons = _refusals.get(device, ())
@@ -231,6 +234,11 @@ def _ratio(state: State | None, device: torch.device) -> torch.Tensor | None:
         return None
     if isinstance(given, torch.Tensor) and given.device == device and given.numel() == 1:
         return given.to(torch.float32)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "lr_ratio is a number on the host, which a CUDA graph would keep for all replays; give "
+            "a tensor with one element on the GPU."
+        )
     return torch.full((1,), lr_ratio(state), dtype=torch.float32, device=device)  # nothing waits
 
 

@@ -60,7 +60,8 @@ def give_momentum(engine: Engine, name: str, held: State) -> None:
 
 def warn_of_lost_momentum(session: Session, keys: Iterable[str]) -> None:
     """Warns if a checkpoint holds averages of past gradients and this run is one of `auto`."""
-    if session.auto is not None and set(keys) - set(UNSENT) and dist.get_rank() == 0:
+    is_first = not session.is_open or session.engine.transport.rank == 0
+    if session.auto is not None and set(keys) - set(UNSENT) and is_first:
         _log.warning(
             "the momentum in the checkpoint is dropped, because no codec of auto applies momentum: "
             "name the codec that the checkpoint was saved with, or set the optimizer's momentum."
@@ -139,7 +140,7 @@ def load(session: Session, state: dict[str, Any]) -> None:
             "detached" if session.enabled else "not enabled",
         )
         return
-    problem: UsageError | None = None
+    problem: Exception | None = None
     owed: dict[str, torch.Tensor] = {}
     try:
         _check(state)
@@ -148,6 +149,8 @@ def load(session: Session, state: dict[str, Any]) -> None:
         owed = _owed(session, state)
     except UsageError as error:
         problem = error
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        problem = UsageError(f"the checkpoint is damaged ({error!r}); load an older one.")
     if session.is_open:
         session.engine.wait_idle()
         told = session.engine.agree("load_state_dict", {}, share=problem and str(problem))
@@ -159,7 +162,8 @@ def load(session: Session, state: dict[str, Any]) -> None:
     if session.is_open:
         facts = {"step": state["step"], "world_size": state["world_size"]}
         session.engine.agree("load_state_dict", facts)
-    warn_of_lost_momentum(session, (key for mean in state["mean"].values() for key in mean))
+    averages = {**state["mean"], **state.get("momentum", {})}
+    warn_of_lost_momentum(session, (key for mean in averages.values() for key in mean))
     session.step, session.scale = int(state["step"]), state["scale"]
     session.rates = {}
     session.owed.clear()

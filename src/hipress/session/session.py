@@ -109,9 +109,9 @@ class Session:
         self.process_group = group
         self._enabled = enabled
         self.step = 0
+        """Number of finished steps, with those before the checkpoint that was loaded."""
         self.num_steps = 0
-        """Number of steps since the session started; `step` also counts those before a resume."""
-        """Number of finished steps."""
+        """Number of finished steps since the session started."""
         self.untrained: frozenset[str] = frozenset()
         """Names of parameters without a gradient: frozen, or ignored by the framework."""
         self.owed = Owed()

@@ -96,7 +96,7 @@ def save(session: Session, folder: Path) -> None:
     def clear() -> None:
         if is_first:
             for path in (folder, _old(folder), partial):
-                _refuse_foreign(path)
+                _refuse_foreign(path, folder)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
@@ -121,8 +121,9 @@ def save(session: Session, folder: Path) -> None:
         f"the checkpoint cannot be written to {str(folder)!r}: {{reason}}; mend that and save "
         "again: the previous checkpoint is intact."
     )
+    _jointly(session, clear, text)
     try:
-        for work in (clear, write, look, rename):
+        for work in (write, look, rename):
             _jointly(session, work, text)
     except UsageError:
         if is_first:
@@ -130,19 +131,20 @@ def save(session: Session, folder: Path) -> None:
         raise
 
 
-def _refuse_foreign(path: Path) -> None:
-    """Raises if anything would be deleted with a path that `save` has not written."""
+def _refuse_foreign(path: Path, folder: Path) -> None:
+    """Raises if anything would be deleted with a path that `save` to a folder has not written."""
     if not path.exists():
         return
     if not path.is_dir():
         raise OSError(f"{str(path)!r} is a file and would be replaced; give a folder of its own")
     for one in sorted(path.iterdir()):
-        if one.suffix != ".distcp" and not one.name.startswith(METADATA):
+        # NFS keeps what is deleted while it is open as .nfs...
+        if one.suffix != ".distcp" and not one.name.startswith((METADATA, ".nfs")):
             raise OSError(
                 f"{str(path)!r} holds {one.name!r}, which sync.save has not written and would "
-                f"delete; give a folder of its own, such as {str(path / 'sync')!r}"
+                f"delete; give a folder of its own, such as {str(folder / 'sync')!r}"
             )
-    if (path / METADATA).exists():
+    if path == folder and (path / METADATA).exists():
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         for key in FileSystemReader(path).read_metadata().state_dict_metadata:
@@ -294,7 +296,7 @@ def load(session: Session, folder: Path, entry: str) -> None:
         engine.states.restore(key, state)
     keys = {key for held in loaded.momentum.values() for key in held}
     checkpoint.warn_of_lost_momentum(session, keys)
-    for name, held in loaded.momentum.items():
+    for name, held in loaded.momentum.items() if session.auto is None else ():
         checkpoint.give_momentum(engine, name, held)
 
 

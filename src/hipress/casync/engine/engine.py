@@ -27,7 +27,7 @@ from hipress.casync.engine.transport import LinkError, Transport, connections, o
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.partitions import Placement
 from hipress.casync.ranks.agreement import Agreement
-from hipress.casync.ranks.heartbeats import Heartbeats
+from hipress.casync.ranks.heartbeats import Heartbeats, longest_silence_s
 from hipress.casync.ranks.lost_store import in_the_store
 from hipress.codecs import frame, tensors
 from hipress.codecs.base import Codec
@@ -143,7 +143,8 @@ class Engine:
         self.hosts = tuple(known[name] for name in names)
         with in_the_store(transport.rank), opened_sockets() as made:
             beating = store.clone() if hasattr(store, "clone") else store
-        connections(made, timeout_s=timeout_s)
+        silence_s = longest_silence_s(timeout_s, transport.num_lost_peers())
+        connections(made, timeout_s=silence_s)
         self._heartbeats = Heartbeats(
             beating,
             transport.rank,
@@ -369,6 +370,7 @@ class Engine:
         """Raises if a rank is known to be gone."""
         if (executor := getattr(self, "executor", None)) is not None:
             executor.check()
+            self._heartbeats.check()
 
     def _fail(self, error: BaseException) -> None:
         if (executor := getattr(self, "executor", None)) is not None:

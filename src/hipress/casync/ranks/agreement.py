@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hipress.casync.ranks.heartbeats import has_left
-from hipress.casync.ranks.lost_store import in_the_store, is_connection_lost
-from hipress.errors import AgreementError, PeerError
+from hipress.casync.ranks.lost_store import is_connection_lost, lost_store
+from hipress.errors import AgreementError, HipressError, PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -60,6 +61,8 @@ class Agreement:
         self._check = check
         self._count = 0
         self._num_gathers = 0
+        self._lost: PeerError | None = None
+        """Why the connection to the store must not be used any more."""
 
     def agree(self, what: str, facts: Mapping[str, Any], *, share: Any = None) -> list[Any]:
         """Waits for all ranks, compares their facts, and returns what each rank shares.
@@ -76,7 +79,7 @@ class Agreement:
         self._count += 1
         base = f"agree/{self._count}"
         own = {"what": what, "facts": dict(facts), "share": share}
-        with in_the_store(self._rank, self._check):
+        with self._in_the_store():
             self._store.set(f"{base}/{self._rank}", json.dumps(own))
             if self._rank == 0:
                 verdict = self._compare(base, what)
@@ -94,7 +97,7 @@ class Agreement:
         Raises:
             PeerError: A rank did not come in time.
         """
-        with in_the_store(self._rank, self._check):
+        with self._in_the_store():
             return self._gather(payload)
 
     def _gather(self, payload: bytes) -> list[bytes]:
@@ -130,7 +133,7 @@ class Agreement:
                 read it by then.
             text: The text.
         """
-        with in_the_store(self._rank, self._check):
+        with self._in_the_store():
             self._store.set(f"post/{number}", text)
             if number >= KEPT_POSTS:
                 self._store.delete_key(f"post/{number - KEPT_POSTS}")
@@ -142,7 +145,7 @@ class Agreement:
             PeerError: Rank 0 did not post it in time.
         """
         key = f"post/{number}"
-        with in_the_store(self._rank, self._check):
+        with self._in_the_store():
             if not self._arrives(key, time.monotonic() + self._timeout_s + GRACE_S, 0):
                 raise PeerError(
                     f"rank 0 did not say {what} {self._in_time([0], 'gone or late')}", ranks=(0,)
@@ -170,7 +173,7 @@ class Agreement:
         assert rounds > 0
         if self._num_ranks == 1:
             return 0, 0
-        with in_the_store(self._rank, self._check):
+        with self._in_the_store():
             # Each rank counts its own calls, so that none reads what a failed call has left behind.
             base = f"clock/{self._store.add(f'clock/calls/{self._rank}', 1)}"
             if self._rank == 0:
@@ -253,6 +256,22 @@ class Agreement:
         text, ranks = difference(named)
         shared = [one["share"] for one in found]
         return {"error": text, "ranks": ranks, "differ": True, "shared": shared}
+
+    @contextmanager
+    def _in_the_store(self) -> Iterator[None]:
+        """Turns an error of the store into one that names rank 0, or who failed before it left."""
+        if self._lost is not None:
+            raise self._lost
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, HipressError):
+                raise
+            lost = lost_store(self._rank, error)
+            if is_connection_lost(error):
+                self._lost = lost
+            self._check()
+            raise lost from error
 
     def _arrives(self, key: str, deadline: float, rank: int) -> bool:
         """Waits until a rank has written a key; returns whether it has."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from hipress.casync.engine.transport import LinkError
-from hipress.casync.ranks.lost_store import first_line, lost_store
+from hipress.casync.ranks.lost_store import first_line, is_connection_lost, lost_store
 from hipress.errors import PeerError
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class Heartbeats:
         """Whether the thread of the heartbeat says goodbye itself when it ends."""
         self._closed = threading.Event()
         self._lock = threading.Lock()  # the store's connection serves one at a time
+        self._is_lost = False
+        """Whether the connection to the store must not be used any more."""
         self._thread = threading.Thread(target=self._run, name="hipress-heartbeat", daemon=True)
         if num_ranks > 1:
             self._beat()
@@ -111,12 +113,12 @@ class Heartbeats:
         """Keeps the store, which ends with rank 0, until the other ranks have read the failure."""
         if self._rank != 0 or self._failure is None:
             return
-        gone = {*self._failure["ranks"]} - {0}
+        waits = {*range(self._num_ranks)} - {0, *self._failure["ranks"]}
         deadline = time.monotonic() + MISSED_BEATS * self._beat_s
         try:
             while time.monotonic() < deadline:
                 with self._connection():
-                    if self._store.add("informed", 0) >= self._num_ranks - len(gone):
+                    if all(self._store.check([f"informed/{rank}"]) for rank in waits):
                         return
                 time.sleep(0.02)
         except RuntimeError as error:
@@ -128,6 +130,11 @@ class Heartbeats:
                 self._store.set(_key(self._rank), _BYE)
         except RuntimeError as error:
             _log.debug("the store does not answer: %s", error)
+
+    def check(self) -> None:
+        """Raises if this rank knows of a failure."""
+        if self._failure is not None:
+            raise self._error_of(self._failure)
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns the error that callers get for one of a thread; tells the other ranks.
@@ -150,19 +157,17 @@ class Heartbeats:
 
     def _error_of(self, failure: dict[str, Any]) -> PeerError:
         """Returns the error for a recorded failure; tells rank 0 that this rank knows of it."""
-        with suppress(RuntimeError), self._connection():
-            if self._failure is None:
-                self._failure = failure
-                self._store.add("informed", 1)
+        if self._failure is None:
+            self._failure = failure
+            with suppress(RuntimeError), self._connection():
+                self._store.set(f"informed/{self._rank}", "")
         return PeerError(failure["text"], ranks=tuple(failure["ranks"]))
 
     def _run(self) -> None:
         watched = (self._rank + 1) % self._num_ranks
         last, since = "", time.monotonic()
         lost_since: float | None = None
-        silence_s = self._timeout_s
-        if self._num_lost_peers() is None:
-            silence_s = min(silence_s, SILENCE_S)
+        silence_s = longest_silence_s(self._timeout_s, self._num_lost_peers())
         while not self._closed.wait(self._beat_s):
             error: PeerError | None = None
             asked = time.monotonic()
@@ -181,7 +186,7 @@ class Heartbeats:
                 if found is not None:
                     error = self._error_of(found)
             except RuntimeError as problem:  # a store that is frozen raises after the timeout
-                lost_since = lost_since or asked
+                lost_since = lost_since or (asked if self._is_lost else time.monotonic())
                 if time.monotonic() - lost_since >= MISSED_BEATS * self._beat_s:
                     error = lost_store(self._rank, problem)
             if error is not None and not self._closed.is_set():
@@ -302,9 +307,19 @@ class Heartbeats:
         if not self._lock.acquire(timeout=MISSED_BEATS * self._beat_s):
             raise RuntimeError("the store does not answer")
         try:
+            if self._is_lost:
+                raise RuntimeError("the store does not answer")
             yield
+        except RuntimeError as error:
+            self._is_lost = self._is_lost or is_connection_lost(error)
+            raise
         finally:
             self._lock.release()
+
+
+def longest_silence_s(timeout_s: float, num_lost_peers: int | None) -> float:
+    """Returns how long a rank may be silent; not as long where connections are not known."""
+    return timeout_s if num_lost_peers is not None else min(timeout_s, SILENCE_S)
 
 
 def has_left(store: Store, rank: int) -> bool:

@@ -462,7 +462,7 @@ class Draft:
             index, added = value.index.at(ix), value.value.at(ix)
         distinct = isinstance(value.index, Computed | Stored) and value.index.distinct
         bad = None
-        if index.is_load and index.attr in self.ascending:
+        if distinct and index.is_load and index.attr in self.ascending:
             # Who sent the payload took them in order; it may have been damaged since.
             g = self.graph
             before = value.index.at(g.binary("sub", ix, g.const(1)))

@@ -17,9 +17,11 @@ from hipress.compll.ir import Expr, Fold, walk
 
 _DRAWS = 400
 _TABLE = 64
-"""Elements of an array that is read."""
-_TOLERANCE = 0.02
-"""What rounding may do to a float, of the largest number involved; a bfloat16 has 8 bits."""
+"""Elements of an array that is read; it repeats itself behind them."""
+_NUMEL = 2**22
+"""Elements of the gradient."""
+_TOLERANCE = 1e-6
+"""What rounding may do to a float, of the largest number involved; all is in double precision."""
 
 
 def counter_example(fold: Fold) -> tuple[str, str] | None:
@@ -27,33 +29,46 @@ def counter_example(fold: Fold) -> tuple[str, str] | None:
     combine, carry, item = fold.combine, fold.carry, fold.item
     assert combine is not None and carry is not None and item is not None
     trial = _Trial()
+
+    def f(x: Any, y: Any) -> Any:
+        return trial.value(combine, {carry: x, item: y})
+
     with np.errstate(all="ignore"):
-        a, b, c = (trial.value(fold.body) for _ in range(3))
-        a = np.where(np.arange(_DRAWS) % 4, a, trial.value(fold.init))
+        drawn = [trial.value(fold.body) for _ in range(3)]
+        start = trial.value(fold.init)
+        found = _tried(f, drawn, start, fold.type)
+        if found is not None and trial.has_guessed:
+            # What other passes and steps have left may be non-negative; then this must fail too.
+            if _tried(f, [np.abs(x) for x in drawn], start, fold.type) is None:
+                return None
+    return found
 
-        def f(x: Any, y: Any) -> Any:
-            return trial.value(combine, {carry: x, item: y})
 
-        grouped = np.array([a, b, c, f(f(a, b), c), f(a, f(b, c))])
-        swapped = np.array([a, b, f(a, b), f(b, a)])
-    if row := _shortest(grouped, fold.type):
+def _tried(
+    f: Callable[[Any, Any], Any], elements: list[Any], start: Any, kind: str
+) -> tuple[str, str] | None:
+    """Joins elements in several ways; every fourth time the start is the first of them."""
+    a, b, c = elements
+    first = np.where(np.arange(_DRAWS) % 4, a, start)
+    ab, bc = f(first, b), f(b, c)
+    if row := _shortest([first, b, c, f(ab, c), f(first, bc)], [ab, bc], kind):
         x, y, z, left, right = row
         return "associative", f"f(f({x}, {y}), {z}) is {left}, but f({x}, f({y}, {z})) is {right}"
-    if row := _shortest(swapped, fold.type):
+    if row := _shortest([a, b, f(a, b), f(b, a)], [], kind):
         x, y, left, right = row
         return "commutative", f"f({x}, {y}) is {left}, but f({y}, {x}) is {right}"
     return None
 
 
-def _shortest(rows: Any, kind: str) -> list[str] | None:
+def _shortest(rows: list[Any], between: list[Any], kind: str) -> list[str] | None:
     """Returns the column whose last two numbers differ and that is the shortest to read."""
     left, right = rows[-2:]
     differs = left != right
     if kind == "float":
-        with np.errstate(all="ignore"):
-            differs = np.abs(left - right) > _TOLERANCE * np.abs(rows).max(axis=0)
-        differs &= np.isfinite(rows).all(axis=0)
-    found = [tuple(row.tolist()) for row in rows.T[differs]]
+        involved = np.abs(np.array([*rows, *between]))
+        differs = np.abs(left - right) > _TOLERANCE * involved.max(axis=0)
+        differs &= np.isfinite(involved).all(axis=0)
+    found = [tuple(row.tolist()) for row in np.array(rows).T[differs]]
     if not found:
         return None
     chosen = min(found, key=lambda row: (len(str(row)), row))
@@ -67,6 +82,8 @@ class _Trial:
         self.rng = np.random.default_rng(17)
         self.fixed: dict[Any, Any] = {}
         """What is the same for all elements, and the arrays that are read."""
+        self.has_guessed = False
+        """Whether anything was drawn whose values follow from more than this expression."""
 
     def value(self, root: Expr, known: dict[Expr, Any] | None = None) -> Any:
         """Returns a value `_DRAWS` times; elements of the gradient are drawn anew in each call."""
@@ -79,17 +96,23 @@ class _Trial:
         if e.op == "const":
             return np.asarray(e.attr)
         if e.op == "n":
-            return np.int64(_TABLE)
+            return np.int64(_NUMEL)
         if e.is_load:
+            self.has_guessed |= e.attr.name != "x"
             if e.attr not in self.fixed:
                 self.fixed[e.attr] = self._drawn(e, _TABLE)
-            return self.fixed[e.attr][np.clip(args[0], 0, _TABLE - 1)]
+            return self.fixed[e.attr][np.maximum(args[0], 0) % _TABLE]
         if e.op in ("idx", "lidx"):
-            return self.rng.integers(0, min(_TABLE, e.hi + 1), _DRAWS)
+            near, far = (min(limit, e.hi + 1) for limit in (_TABLE, _NUMEL))
+            coin = self.rng.random(_DRAWS) < 0.5
+            return np.where(
+                coin, self.rng.integers(0, near, _DRAWS), self.rng.integers(0, far, _DRAWS)
+            )
         if e.op in _OPS:
             return _OPS[e.op](*args)
         if e.op == "uint":
             return np.clip(np.nan_to_num(args[0]), 0, 2**e.attr - 1).astype(np.int64)
+        self.has_guessed |= e.op not in ("uniform", "bits32", "param")
         if e.variance == 2:
             return self._drawn(e, _DRAWS)
         if e not in self.fixed:  # a parameter, or the result of another pass

@@ -408,6 +408,8 @@ def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
         checker.draft.limits[count] = checker.draft.limits.get(array.length, array.length)
     # The element's own domain ends at `count`; the load is clamped to the array all the same.
     distinct = isinstance(array, Computed | Stored) and array.distinct
+    if isinstance(array, Stored) and array.array in checker.draft.ascending and not count.host:
+        distinct = True  # as many places as a filter took, which the payload tells
     return Computed(count, array.elem, array.at, distinct=distinct)
 
 

@@ -375,15 +375,15 @@ def _received(
             parts.append(Part(part.elem, g.load(array, g.const(0))))
             continue
         distinct = isinstance(value, Computed) and value.distinct
-        if isinstance(value, Kept):  # the places that a filter let through
-            distinct = value.element is g.idx(value.filter.length)
+        # Behind the places that a filter let through there may be zeros, see `first`.
+        is_places = isinstance(value, Kept) and value.element is g.idx(value.filter.length)
         length = aside.capacity(value)
         if part.elem.in_bytes:
             array = Array(name, "u8", _num_bytes(g, length, part.elem.bits))
             parts.append(Part(part.elem, InBytes(draft, array, part.elem, length)))
             continue
         array = Array(name, storage, length)
-        if distinct:
+        if distinct or is_places:
             draft.ascending.add(array)
         stored = Stored(draft, array, part.elem, distinct)
         parts.append(Part(part.elem, stored))

@@ -336,7 +336,8 @@ class Kernels:
 def _no_hooks(triton: Any) -> bool:
     """Whether no profiler wants to be told of launches."""
     knobs = triton.knobs.runtime
-    return not (knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls)
+    hooks = (knobs.launch_enter_hook, knobs.launch_exit_hook)
+    return not any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def _starter(compiled: Any, part: int | None) -> Callable[..., None]:
