@@ -364,20 +364,27 @@ class Machine:
     ) -> tuple[list[Part], list[np.ndarray]]:
         """The parts of the payload, and the states after."""
         function, env = self._open("Encode", len(gradient), rng)
-        held = iter(states)
-        arrays = {a.name: a for a in function.args if a.type.array and a.type.base == "float"}
-        for name, arg in arrays.items():
-            values = next(held) if arg.inout else gradient
-            env.names[name] = Arr(values.astype(np.float32), FLOAT, self.n)
+        (name,) = [a.name for a in function.args if is_gradient(a)]
+        env.names[name] = Arr(gradient.astype(np.float32), FLOAT, self.n)
+        own = [arg for arg in function.args if arg.inout]
+        for arg, values in zip(own, states, strict=False):
+            elem = self.elem(arg.type, env)
+            size = self.n if arg.size is None else self.value(arg.size, env)
+            values = vector(values, elem)
+            is_array = arg.type.array or arg.size is not None
+            env.names[arg.name] = Arr(values, elem, size) if is_array else Num(values[0], elem)
         with np.errstate(all="ignore"):
             self.run(function.body, env)
-        return self.parts, [env.names[name].values for name, a in arrays.items() if a.inout]
+        finals = [env.names[arg.name] for arg in own]
+        return self.parts, [
+            f.values if isinstance(f, Arr) else vector([f.value], f.elem) for f in finals
+        ]
 
     def decode(self, parts: Sequence[Part], n: int) -> np.ndarray:
         """The gradient that a payload stands for."""
         function, env = self._open("Decode", n, (0, 0, 0))
         self.payload = list(parts)
-        (name,) = [a.name for a in function.args if a.type.array and a.type.base == "float"]
+        (name,) = [a.name for a in function.args if is_gradient(a)]
         env.names[name] = Unset(FLOAT, True, self.n)
         with np.errstate(all="ignore"):
             self.run(function.body, env)
@@ -395,7 +402,7 @@ class Machine:
             if arg.type.base in blocks:
                 fields = blocks[arg.type.base].fields
                 env.names[arg.name] = {f.name: self._param(f.name, f.type, f) for f in fields}
-            elif arg.type.array:
+            elif arg.type.array or arg.inout:
                 env.names[arg.name] = Unset(("uint", 8), True, None)
             else:
                 env.names[arg.name] = self._param(arg.name, arg.type, None)
@@ -606,6 +613,9 @@ class Machine:
             return result if is_host(a, b) else np.bool_(result)
         if op in WHOLE:
             return WHOLE[op](to_int(a), to_int(b))
+        tag = getattr(a, "tag", None)
+        if op == "*" and isinstance(tag, tuple) and tag[0] == "blocks" and is_host(b):
+            return sized(a * b, ("rows", tag[1], int(b)))
         return BINARY[op](*common(a, b))
 
     # Calls.
@@ -821,6 +831,10 @@ class Machine:
         if not 0 <= count <= len(array.values):
             raise Refused("a count is larger than the room it was given")
         return Arr(array.values[: int(count)], array.elem, count)
+
+
+def is_gradient(arg: ast.Arg) -> bool:
+    return arg.type.array and arg.type.base == "float" and not arg.inout
 
 
 ELEMENTARY = ("abs", "floor", "sqrt", "exp2", "log2", "sign", "bits", "from_bits")

@@ -108,7 +108,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @needs_compiler
 @pytest.mark.parametrize(
     "program",
-    thinned(["blocktopk.pse", "ef(blocktopk.pse)", "rotated.pse"], keep=["blocktopk.pse"]),
+    thinned(
+        ["blocktopk.pse", "ef(blocktopk.pse)", "rotated.pse", "ef8.pse"],
+        keep=["blocktopk.pse", "ef8.pse"],
+    ),
 )
 def test_arrays_of_blocks_compile(program: str) -> None:
     """Sorting, gathering and scattering inside a tile, which the interpreter does another way."""

@@ -391,7 +391,7 @@ DEFECTS: tuple[Defect, ...] = (
     # --- codecs ---------------------------------------------------------------------------------
     Defect(
         "NaN enters the residual",
-        "compll/passes/derive.py",
+        "compll/passes/states.py",
         "    return g.select(kept, new, old)",
         "    return new",
         (f"{CONTRACT}::test_bad_number_leaves_its_residual",),
@@ -522,7 +522,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "integer division rounds down",
         "compll/backends/cpu/prelude.py",
-        "return q if (a < 0) == (b < 0) else -q",
+        "return i64(q if (a < 0) == (b < 0) else u64(0) - q)",
         "return i64(a) // i64(b)",
         ("tests/compll/test_language.py::test_numbers",),
     ),

@@ -57,7 +57,7 @@ class GpuKernels:
         sizes = kernels.sizes(numel, device, lambda: self._described(numel, None))
         _refusals[device] = kernels.refusals
         rng = _rng(self._loaded.encode, state, device)
-        memory = [_elements(x.contiguous()), *states]
+        memory = [_elements(x.contiguous()), *map(_elements, states)]
         kernels(sizes, out, memory, error_word(device), rng, _ratio(state, device))
 
     def decode(
@@ -88,7 +88,7 @@ class GpuKernels:
         raise_pending(device)
         sizes = self._bulk_sizes(bulk, self._encode, None, device)
         rng = _rng(self._loaded.encode, state, device, len(bulk.numels))
-        memory = [_elements(flat), *states]
+        memory = [_elements(flat), *map(_elements, states)]
         self._encode(sizes, out, memory, error_word(device), rng, _ratio(state, device))
 
     def decode_bulk(
@@ -165,7 +165,7 @@ class GpuMerge:
 
         sizes = self._merge.sizes((numel, alpha), device, described)
         _refusals[device] = self._merge.refusals
-        memory = [sizes.headers[1], *payloads, *states]
+        memory = [sizes.headers[1], *payloads, *map(_elements, states)]
         rng = _rng(self._kernel, state, device)
         self._merge(sizes, out, memory, error_word(device), rng, _ratio(state, device))
 

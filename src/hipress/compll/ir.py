@@ -477,6 +477,12 @@ def loads(roots: Iterable[Expr]) -> list[Array]:
     return list(dict.fromkeys(e.attr for e in walk(roots) if e.is_load))
 
 
+def is_own(e: Expr) -> bool:
+    """Whether a load is of the element, the block or the one number that its pass is at."""
+    single = e.attr.length.op == "const" and e.attr.length.attr == 1
+    return e.op == "load" and (e.args[0].op in ("idx", "bnum") or single)
+
+
 def row_count(length: Expr) -> int:
     """Returns the elements of a row, given those of all rows: a number of blocks times that."""
     assert length.op == "mul" and length.args[1].op == "const"

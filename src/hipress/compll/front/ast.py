@@ -169,6 +169,8 @@ class Arg(Node):
     type: TypeName
     name: str
     inout: bool = False
+    size: Expr | None = None
+    """The length of a state that is not as long as the gradient."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from hipress.compll.front import ast, operators
-from hipress.compll.front.arrays import (
-    ArrayValue,
-    Draft,
-    InBlocks,
-    InRows,
-    Sliced,
-    SlicedRow,
-    Stored,
-)
+from hipress.compll.front.arrays import ArrayValue, InBlocks, InRows, Sliced, SlicedRow, Stored
+from hipress.compll.front.draft import Draft
 from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, TooDeep, convert
 from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
@@ -343,7 +336,7 @@ class Expressions:
             self.fail(node, f"the lambda takes {len(code.args)} arguments; {len(args)} were given")
         env = Env(outer=func.env)
         for arg, value in zip(code.args, args, strict=True):
-            if arg.type.array or arg.inout:
+            if arg.type.array or arg.inout or arg.size is not None:
                 self.fail(arg, "a lambda takes numbers; capture arrays by name instead")
             elem = self.elem(arg.type, func.env)
             env.names[arg.name] = Scalar(convert(self.graph, value, elem), elem)

@@ -67,6 +67,14 @@ def domain(
     return Domain(checker, scope.block, Row(scope.block, max(most.attr, 0), length))
 
 
+def need_length(checker: Expressions, node: ast.Call, array: ArrayValue) -> None:
+    """Refuses a filtered array, whose length the host does not know."""
+    if not array.length.host:
+        checker.fail(
+            node, f"{node.name} works on arrays whose length is known; this one is filtered"
+        )
+
+
 def room(checker: Expressions, node: ast.Expr, env: Env, what: str) -> int:
     """Returns a number of places, which must be known when kernels are made."""
     value = checker.scalar(node, env)

@@ -6,15 +6,16 @@ number or an array. Arrays stay unwritten where they can: see `arrays`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hipress.compll.front import ast, inblock
+from hipress.compll.front import ast, draws, functions, inblock
 from hipress.compll.front.arrays import (
     ArrayValue,
     Computed,
     Kept,
     Ordered,
+    Padded,
     Sliced,
     SlicedRow,
     Spread,
@@ -22,8 +23,8 @@ from hipress.compll.front.arrays import (
 )
 from hipress.compll.front.associative import counter_example
 from hipress.compll.front.graph import FLOAT, INT, ElemType, convert
-from hipress.compll.front.scope import Binding, Env, Func, Scalar
-from hipress.compll.ir import Expr, Filter, Fold, Require, Sort
+from hipress.compll.front.scope import Binding, Env, Scalar
+from hipress.compll.ir import RANDOM, Expr, Filter, Fold, Require, Sort, walk
 
 if TYPE_CHECKING:
     from hipress.compll.front.expressions import Expressions
@@ -34,7 +35,7 @@ Operator = Callable[["Expressions", ast.Call, "Env"], "Binding"]
 def element(checker: Expressions, array: ArrayValue, ix: Expr) -> Expr:
     """Returns the element at an index that a program computed: clamped into the array."""
     if ix is _domain(checker, array.length) or not isinstance(
-        array, Computed | Sliced | SlicedRow | Kept
+        array, Computed | Sliced | SlicedRow | Kept | Padded
     ):
         return array.at(ix)  # what lies in memory clamps for itself
     g = checker.graph
@@ -52,6 +53,9 @@ def retyped(checker: Expressions, value: ArrayValue, elem: ElemType) -> ArrayVal
     if value.elem == elem:
         return value
     g = checker.graph
+    if isinstance(value, Padded):
+        taken = retyped(checker, value.taken, elem)
+        return Padded(taken, value.length, lambda i: convert(g, value.at(i), elem), value.is_zero)
     if isinstance(value, Kept):
         return Kept(checker.draft, value.filter, elem, lambda i: convert(g, value.source(i), elem))
     return Computed(value.length, elem, lambda i: convert(g, value.at(i), elem))
@@ -75,26 +79,6 @@ def _position(checker: Expressions, env: Env, length: Expr, ix: Expr) -> Expr:
     return ix
 
 
-def _whole_array(checker: Expressions, node: ast.Call, env: Env, k: int = 0) -> ArrayValue:
-    array = checker.array(node.args[k], env)
-    if inblock.domain(checker, env, array) is not None:
-        checker.fail(node, f"{node.name} works on whole arrays; it cannot stand in a per scope")
-    return array
-
-
-def _known_array(checker: Expressions, node: ast.Call, env: Env) -> ArrayValue:
-    array = _whole_array(checker, node, env)
-    _known_length(checker, node, array)
-    return array
-
-
-def _known_length(checker: Expressions, node: ast.Call, array: ArrayValue) -> None:
-    if not array.length.host:
-        checker.fail(
-            node, f"{node.name} works on arrays whose length is known; this one is filtered"
-        )
-
-
 def _indices(checker: Expressions, node: ast.Call, env: Env, k: int) -> ArrayValue:
     index = checker.array(node.args[k], env)
     if index.elem.kind not in ("int", "uint"):
@@ -102,64 +86,10 @@ def _indices(checker: Expressions, node: ast.Call, env: Env, k: int) -> ArrayVal
     return index
 
 
-_BUILTIN = {
-    **dict.fromkeys(("abs", "floor", "sqrt", "exp2", "log2", "sign", "exponent"), 1),
-    **dict.fromkeys(("bits", "from_bits"), 1),
-    **dict.fromkeys(("min", "max"), 2),
-}
-
-
-_Function = Callable[[list[Expr], Expr | None], Expr]
-"""A function from values, and the position they are taken from, to a value."""
-
-
-def _function(
-    checker: Expressions, node: ast.Expr, env: Env, num_args: int
-) -> tuple[_Function, Func | None]:
-    """Returns a lambda or a built-in as a function, and the lambda."""
-    if isinstance(node, ast.Name) and env.home(node.id) is None and node.id in _BUILTIN:
-        if _BUILTIN[node.id] != num_args:
-            checker.fail(node, f"{node.id} takes {_BUILTIN[node.id]} arguments, not {num_args}")
-        name = node.id
-        return lambda args, position: _apply_builtin(checker, name, args), None
-    func = checker.value(node, env)
-    if not isinstance(func, Func):
-        checker.fail(node, "a lambda is needed here")
-    if len(func.code.args) != num_args:
-        checker.fail(
-            node, f"a lambda of {num_args} arguments is needed; this takes {len(func.code.args)}"
-        )
-    # An array is computed when it is used; the lambda must see its names as they are now.
-    given, turns = Func(func.code, func.env.frozen()), checker.turns
-
-    def call(args: list[Expr], position: Expr | None) -> Expr:
-        before, checker.turns = checker.turns, turns
-        value = checker.apply(node, given, args, position).value
-        checker.turns = before
-        return value
-
-    return call, given
-
-
-def _apply_builtin(checker: Expressions, name: str, args: list[Expr]) -> Expr:
-    g, value = checker.graph, args[0]
-    if name in ("min", "max"):
-        return g.binary(name, *checker.same(*args))
-    if value.type == "bool":
-        value = g.to_int(value)
-    if name == "floor" and value.type == "int":
-        return value
-    if name == "from_bits":
-        return g.unary(name, g.to_int(value))
-    if name in ("sqrt", "exp2", "log2", "exponent", "bits"):
-        value = g.to_float(value)
-    return g.unary(name, value)
-
-
 def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`map(a, ..., f)`: f of the elements at each index."""
     arrays = [checker.array(a, env) for a in node.args[:-1]]
-    f, func = _function(checker, node.args[-1], env, len(arrays))
+    f, func = functions.function(checker, node.args[-1], env, len(arrays))
     first = arrays[0]
     named = node.args[-1].id if isinstance(node.args[-1], ast.Name) else ""
     given = {"bits": ElemType("uint", 32), "from_bits": FLOAT}.get(named, first.elem)
@@ -171,7 +101,22 @@ def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
                 f"this array has {checker.show(other.length)}, the first has"
                 f" {checker.show(first.length)}; map goes over arrays of one length",
             )
-    g = checker.graph
+    padded = [a for a in arrays if isinstance(a, Padded)]
+    mapped = _mapped(checker, env, arrays, f, elem)
+    if len(padded) < len(arrays) or len({a.taken.length for a in padded}) > 1:
+        return mapped
+    taken = _mapped(checker, env, [a.taken for a in padded], f, elem)
+    return Padded(taken, mapped.length, mapped.at, False)
+
+
+def _mapped(
+    checker: Expressions,
+    env: Env,
+    arrays: Sequence[ArrayValue],
+    f: functions.Function,
+    elem: ElemType,
+) -> ArrayValue:
+    g, length = checker.graph, arrays[0].length
     kept = [a for a in arrays if isinstance(a, Kept)]
     if len(kept) == len(arrays):
         source = Kept(
@@ -180,18 +125,18 @@ def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
             elem,
             checker.draft.remembered(lambda i: convert(g, f([a.source(i) for a in kept], i), elem)),
         )
-        # What needs the filter's own result is computed after its pass, not inside it.
-        if not checker.draft.depends(source.element, kept[0].filter):
+        # What needs the filter's own result is computed after its pass, not inside it. Decode draws
+        # for places in the payload.
+        draws = checker.decoding and any(e.op in RANDOM for e in walk([source.element]))
+        if not (draws or checker.draft.depends(source.element, kept[0].filter)):
             return source
 
     @checker.draft.remembered
     def at(ix: Expr) -> Expr:
-        return convert(
-            g, f([a.at(ix) for a in arrays], _position(checker, env, first.length, ix)), elem
-        )
+        return convert(g, f([a.at(ix) for a in arrays], _position(checker, env, length, ix)), elem)
 
-    at(_domain(checker, first.length))  # a wrong lambda is found here, not where it is used
-    return Computed(first.length, elem, at)
+    at(_domain(checker, length))  # a wrong lambda is found here, not where it is used
+    return Computed(length, elem, at)
 
 
 def range_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -203,7 +148,7 @@ def _folding(
     checker: Expressions, node: ast.Call, env: Env, array: ArrayValue
 ) -> tuple[Fold, ElemType]:
     g = checker.graph
-    f, func = _function(checker, node.args[2], env, 2)
+    f, func = functions.function(checker, node.args[2], env, 2)
     elem = array.elem
     if func is not None:
         elem = checker.elem(func.code.returns, func.env)
@@ -277,7 +222,7 @@ def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     array = checker.array(node.args[0], env)
     if isinstance(array, Kept):
         checker.fail(node, "a filtered array cannot be filtered again; join the two conditions")
-    keep, _ = _function(checker, node.args[1], env, 1)
+    keep, _ = functions.function(checker, node.args[1], env, 1)
 
     def taken(ix: Expr) -> Expr:
         position = _position(checker, env, array.length, ix)
@@ -303,7 +248,7 @@ def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 def sort_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sort(a[, key])`: ascending by element or by key; equal ones keep their order."""
     array = checker.array(node.args[0], env)
-    f = _function(checker, node.args[1], env, 1)[0] if len(node.args) == 2 else None
+    f = functions.function(checker, node.args[1], env, 1)[0] if len(node.args) == 2 else None
 
     def key_at(ix: Expr) -> Expr:
         position = _position(checker, env, array.length, ix)
@@ -312,7 +257,7 @@ def sort_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     over = inblock.domain(checker, env, array, key_at)
     if over is not None:
         return inblock.ordered(checker, over, array, key_at(over.ix))
-    _known_length(checker, node, array)
+    inblock.need_length(checker, node, array)
     draft, ix = checker.draft, _domain(checker, array.length)
     body = array.at(ix)
     values = draft.temp(array.elem, array.length)
@@ -324,35 +269,6 @@ def sort_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     sort = Sort(body, key, array.length, values, keys)
     draft.sorts.append(sort)
     return Ordered(draft, sort, array.elem)
-
-
-def sample_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`sample(a, m[, key])`: one element drawn at random from each of m equal stretches of a."""
-    key = _key(checker, node.args[2], env) if len(node.args) == 3 else None
-    array = _known_array(checker, node, env)
-    m = checker.size(node.args[1], env)
-    g, n, site = checker.graph, array.length, _site(checker, node, key)
-
-    width, rest = g.binary("idiv", n, m), g.binary("imod", n, m)
-
-    def at(ix: Expr) -> Expr:
-        # The first n % m stretches have one element more; no division per element.
-        start = g.binary("add", g.binary("mul", ix, width), g.binary("min", ix, rest))
-        size = g.binary("add", width, g.to_int(g.binary("lt", ix, rest)))
-        draw = _drawn_below(checker, size, ix, site, key)
-        return array.at(g.binary("add", start, draw))
-
-    probe = g.idx(n)
-    return Computed(m, array.elem, at, distinct=array.at(probe) is probe)
-
-
-def _drawn_below(
-    checker: Expressions, width: Expr, position: Expr, site: int, key: Expr | None
-) -> Expr:
-    """Returns a random int below `width`, which has at most 31 bits."""
-    g = checker.graph
-    product = g.binary("mul", g.random("bits32", position, site, key), width)
-    return g.binary("shr", product, g.const(32))
 
 
 def gather_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -381,12 +297,17 @@ def scatter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     over = inblock.domain(checker, env, index, value.at)
     if over is not None:
         return inblock.scattered(checker, node, over, index, value, size)
+    if isinstance(index, Padded) and isinstance(value, Padded) and value.is_zero:
+        if index.taken.length is value.taken.length:  # zeros change nothing
+            index, value = index.taken, value.taken
     return Spread(checker.draft, index, value, size, value.elem)
 
 
 def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`first(a, count)`: the first `count` elements; more than there are is an error."""
     array, count = checker.array(node.args[0], env), checker.scalar(node.args[1], env)
+    if isinstance(array, Padded) and count is array.taken.length:
+        return array.taken
     if count.type != "int":
         checker.fail(node.args[1], "a count is an int; this is a float")
     if count is array.length:
@@ -420,70 +341,6 @@ def blocks_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     return Scalar(
         g.binary("idiv", g.binary("add", n, g.binary("sub", size, g.const(1))), size), INT
     )
-
-
-def random_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`random<T>(a, b[, key])`: uniform in [a, b); its own draw for each element.
-
-    With a key the draws depend on that and the position alone, so that decode can repeat them.
-    """
-    g = checker.graph
-    assert node.of is not None
-    key = _key(checker, node.args[2], env) if len(node.args) == 3 else None
-    elem = checker.elem(node.of, env)
-    if node.of.array or elem.kind not in ("float", "int"):
-        checker.fail(node.of, f"random<{elem}> is not known; allowed: random<float>, random<int>")
-    a, b = (checker.scalar(x, env) for x in node.args[:2])
-    position = checker.position if checker.position is not None else g.const(0)
-    site = _site(checker, node, key)
-    if elem.kind == "float":
-        a, b = g.to_float(a), g.to_float(b)
-        u = g.random("uniform", position, site, key)
-        if a is g.const(0.0) and b is g.const(1.0):
-            return Scalar(u, FLOAT)
-        return Scalar(g.binary("add", a, g.binary("mul", u, g.binary("sub", b, a))), FLOAT)
-    a, b = g.to_int(a), g.to_int(b)
-    # At most 2**31 - 1 wide: the product with 32 random bits then fits 63.
-    width = g.binary("max", g.binary("sub", b, a), g.const(0))
-    width = g.binary("min", width, g.const(2**31 - 1))
-    draw = _drawn_below(checker, width, position, site, key)
-    return Scalar(g.binary("add", a, draw), INT)
-
-
-def _site(checker: Expressions, node: ast.Call, key: Expr | None) -> int:
-    """Returns the number of a place that draws; places with a key share 0, for decode repeats."""
-    if key is None and checker.decoding:
-        checker.fail(
-            node,
-            f"decode cannot repeat what encode drew; give {node.name} a key that is "
-            "part of the payload",
-        )
-    if checker.reducing:
-        checker.fail(
-            node,
-            f"{node.name} in a reduction's lambda would depend on the order; draw in a map before",
-        )
-    return checker.site(node.pos) if key is None else 0
-
-
-def _key(checker: Expressions, node: ast.Expr, env: Env) -> Expr:
-    """Returns a key for random numbers: one int for the whole gradient."""
-    key = checker.scalar(node, env)
-    if key.type != "int" or key.variance != 0:
-        checker.fail(node, "a key is an int that is the same for all elements")
-    return key
-
-
-def _elementwise(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    return checker.number(_apply_builtin(checker, node.name, [checker.scalar(node.args[0], env)]))
-
-
-def _extreme(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    values = [checker.scalar(a, env) for a in node.args]
-    result = values[0]
-    for value in values[1:]:
-        result = checker.graph.binary(node.name, *checker.same(result, value))
-    return checker.number(result)
 
 
 def _misplaced(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -521,18 +378,22 @@ OPERATORS: dict[str, tuple[Operator, int, int]] = {
     "scan": (scan_, 3, 3),
     "filter": (filter_, 2, 3),
     "sort": (sort_, 1, 2),
-    "sample": (sample_, 2, 3),
+    "sample": (draws.sample_, 2, 3),
     "gather": (gather_, 2, 2),
     "scatter": (scatter_, 3, 3),
     "first": (first_, 2, 2),
     "largest": (inblock.largest_, 2, 2),
     "store": (inblock.store_, 1, 1),
     "blocks": (blocks_, 2, 2),
-    "random": (random_, 2, 3),
+    "random": (draws.random_, 2, 3),
     "concat": (_misplaced, 0, ANY),
     "extract": (_misplaced, 0, ANY),
-    **{name: (_elementwise, 1, 1) for name, num_args in _BUILTIN.items() if num_args == 1},
-    **{name: (_extreme, 2, ANY) for name in ("min", "max")},
+    **{
+        name: (functions.elementwise, 1, 1)
+        for name, num_args in functions.BUILTIN.items()
+        if num_args == 1
+    },
+    **{name: (functions.extreme, 2, ANY) for name in ("min", "max")},
 }
 """Each operator: its function, and the fewest and the most arguments it takes."""
 

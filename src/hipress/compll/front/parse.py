@@ -231,7 +231,7 @@ _RULES: dict[str, _Rule] = {
     "param_block": lambda m, c: ast.ParamBlock(_pos(m), str(c[0]), tuple(c[1:])),
     "field": _declare,
     "function": _function,
-    "arg": lambda m, c: ast.Arg(_pos(m), c[-2], str(c[-1]), isinstance(c[0], lark.Token)),
+    "arg": lambda m, c: ast.Arg(_pos(m), c[-3], str(c[-2]), isinstance(c[0], lark.Token), c[-1]),
     "struct": lambda m, c: ast.TypeName(_pos(m), str(c[0]), None, False),
     "type": _type,
     "block": lambda m, c: tuple(c),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hipress.compll import ir
-from hipress.compll.backends.cpu import prelude
+from hipress.compll.backends.cpu import filters, prelude
 from hipress.compll.backends.cpu.kernel import MAX_RANGES, KernelPrinter, Record, Step, stored
 from hipress.compll.backends.cpu.locals import print_local
 from hipress.compll.backends.cpu.loops import Loops, exact
@@ -65,8 +65,8 @@ class Passes(KernelPrinter):
         for s in p.block_stores:
             [text] = self.print([s.value], loops.out, loops.known)
             loops.out(f"{s.array.name}[t] = {stored(s.array, text)}")
-        for k, s in enumerate(p.row_stores):
-            loops.store(f"{name}_r{k}", [s], [])
+        for k, row in enumerate(dict.fromkeys(s.row for s in p.row_stores)):
+            loops.store(f"{name}_r{k}", [s for s in p.row_stores if s.row == row], [])
         loops.close()
         self._step(name, loops.tile, p.length)
         self._join(name, folds, parts, p.length, loops.tile)
@@ -120,7 +120,7 @@ class Passes(KernelPrinter):
         folds, out = list(p.folds), loops.out
         loops.open(name, [s.array for s in ir.pass_stores(p)], p.length)
         parts = self._partials(loops, folds)
-        saved = loops.saves(p)
+        saved = filters.saves(loops, p)
         records = self._records(p, saved)
         loops.buffers()
         out(f"mask = np.empty({TILE}, u8)")
@@ -143,12 +143,12 @@ class Passes(KernelPrinter):
         shared = [f for f in folds if exact(f)]
         if alone:
             _keep(loops, parts, alone, loops.fold(f"{name}_f0", alone))
-        _keep(loops, parts, shared, loops.mark(f"{name}_scan", p, shared, saved))
-        loops.take(f"{name}_take", p, saved)
+        _keep(loops, parts, shared, filters.mark(loops, f"{name}_scan", p, shared, saved))
+        filters.take(loops, f"{name}_take", p, saved)
         out.depth -= 1
         out(f"{self.ranges()}[part + {MAX_RANGES}] = count")
         loops.close()
-        self._step(name, TILE, p.length if loops.can_share(p) else None)
+        self._step(name, TILE, p.length if filters.can_share(loops, p) else None)
         self._gather(name, p, saved, records)
         self._join(name, folds, parts, p.length, TILE)
 
@@ -157,7 +157,7 @@ class Passes(KernelPrinter):
         capacity = self.kernel.limits.get(p.filter.capacity, p.filter.capacity)
         records = {s.array.name: self.record(s.array.storage, capacity) for s in p.emits}
         records["index"] = self.record("i64", capacity)
-        return records | {old: self.record("f32", capacity) for old in saved.values()}
+        return records | {old: self.record(a.storage, capacity) for a, old in saved.items()}
 
     def _gather(
         self, name: str, p: ir.Compact, saved: dict[Array, str], records: dict[str, Record]
@@ -170,7 +170,7 @@ class Passes(KernelPrinter):
         out(f"capacity = i64({self.print([p.filter.capacity], out, loops.known)[0]})")
         ranges = self.ranges()
         out(f"count = {ranges}[{MAX_RANGES}]")
-        if loops.can_share(p):
+        if filters.can_share(loops, p):
             out.open(f"for part in range(1, {MAX_RANGES}):")
             out(f"taken = {ranges}[part + {MAX_RANGES}]")
             out("if taken == 0:")
@@ -183,7 +183,7 @@ class Passes(KernelPrinter):
             for key in ("index", *saved.values()):
                 out(f"to_{key} = {records[key].name}[start : start + taken]")
             if p.stores:
-                loops.put_back(f"{name}_back", p, saved)
+                filters.put_back(loops, f"{name}_back", p, saved)
             out("count += first")
             out.depth -= 1
         out(f"{self.slots.int(p.filter)} = count")
@@ -201,14 +201,14 @@ class Passes(KernelPrinter):
         before = dict(loops.known)
         loops.tiles()
         loops.known = before
-        loops.check(f"{name}_check", p)
+        filters.check(loops, f"{name}_check", p)
         out(f"if {self.slots.int('status')} != 0:")
         out("    return")
         out.depth -= 1
         if p.clear:
             out(f"{p.array.name}[:] = 0")
         loops.tiles()
-        loops.scatter(f"{name}_add", p)
+        filters.scatter(loops, f"{name}_add", p)
         loops.close()
         self._step(name, TILE)
 

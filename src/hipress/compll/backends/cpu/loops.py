@@ -194,7 +194,7 @@ class Loops:
     def fold(self, name: str, folds: list[Fold]) -> list[str]:
         """Prints one loop for some reductions; returns the names of their results."""
         body = self.start(folds)
-        self._element(body, folds, [])
+        self.element(body, folds, [])
         # A sum may be taken in any order, so that it vectorises; nothing else is in this loop.
         loose = any(f.kind == "sum" and f.type == "float" for f in folds)
         return self.call(name, body, folds, loose=loose, row=folds[0].row)
@@ -242,19 +242,19 @@ class Loops:
     def store(self, name: str, stores: Sequence[Store], folds: list[Fold]) -> list[str]:
         """Prints one loop that writes arrays (and reduces), and the packing after it."""
         body = self.start(folds)
-        self._element(body, folds, stores)
+        self.element(body, folds, stores)
         results = self.call(name, body, folds, row=stores[0].row)
-        self._pack(stores)
+        self.pack(stores)
         return results
 
-    def _pack(self, stores: Iterable[Store]) -> None:
+    def pack(self, stores: Iterable[Store]) -> None:
         for s in stores:
             if s.array in self.codes_out:
                 bits = ir.STORAGE_BITS[s.array.storage]
                 num = str(self.rows.get(s.array) or "m")
                 self.out(f"_pack{bits}({self.codes_out[s.array]}, {self.slices[s.array]}, {num})")
 
-    def _element(
+    def element(
         self,
         body: Body,
         folds: Sequence[Fold],
@@ -276,97 +276,6 @@ class Loops:
             target = self.codes_out.get(s.array) or self.slices[s.array]
             body.needs(target)
             body(f"{target}[i] = {stored(s.array, text)}")
-
-    # Filters.
-
-    def saves(self, p: ir.Compact) -> dict[Array, str]:
-        """Prints buffers for old values of arrays that a filter pass overwrites too early."""
-        read = set(loads(self.roots))
-        saved = {s.array: f"old_{s.array.name}" for s in p.stores if s.array in read}
-        for name in saved.values():
-            self.out(f"{name} = np.empty({self.tile}, f32)")
-        return saved
-
-    def can_share(self, p: ir.Compact) -> bool:
-        """Whether threads may share a filter pass: what one took without room can be put back."""
-        random = any(e.op in ir.RANDOM for e in walk([s.value for s in p.stores]))
-        return not (random or self.codes_out)
-
-    def mark(
-        self, name: str, p: ir.Compact, folds: list[Fold], saved: dict[Array, str]
-    ) -> list[str]:
-        """Prints a vector loop that marks elements and, for now, takes none."""
-        body = self.start(folds, "mask")
-        for array, old in saved.items():
-            body.needs(old, self.slices[array])
-            body(f"{old}[i] = {loaded(array, f'{self.slices[array]}[i]')}")
-        stores = self.printer.stores_if(p, False)
-        self._element(body, folds, stores, mask=p.filter.keep)
-        return self.call(name, body, folds)
-
-    def take(self, name: str, p: ir.Compact, saved: dict[Array, str]) -> None:
-        """Prints a loop over the few marked elements, in order, while there is room."""
-        body = Body()
-        body.needs("mask", "count", "capacity", *(f"to_{s.array.name}" for s in p.emits))
-        body.needs("to_index", *(f"to_{old}" for old in saved.values()))
-        body("num_words = (m + 7) >> 3")
-        body("for i in range(m, num_words * 8):")
-        body("    mask[i] = u8(0)")
-        body("words = mask[: num_words * 8].view(u64)")
-        body.open("for w in range(num_words):")
-        body("word = words[w]")
-        body.open("while word != u64(0) and count < capacity:")
-        body("i = w * 8 + _first_byte(word)")
-        body("word &= word - u64(1)")
-        olds = {array: f"{old}[i]" for array, old in saved.items()}
-        texts = self.print(body, [s.value for s in p.emits], olds)
-        for s, text in zip(p.emits, texts, strict=True):
-            body(f"to_{s.array.name}[count] = {stored(s.array, text)}")
-        body("to_index[count] = a + i")
-        for old in saved.values():
-            body(f"to_{old}[count] = {old}[i]")
-            body.needs(old)
-        if p.stores:
-            self._element(body, [], self.printer.stores_if(p, True), olds)
-        body("count += 1")
-        body.depth -= 2
-        body("return count")
-        self.define(name, body)
-        self.out(f"count = {name}({body.signature})")
-        self._pack(p.stores)
-
-    def put_back(self, name: str, p: ir.Compact, saved: dict[Array, str]) -> None:
-        """Prints a loop over elements that a later range took without room: as if never taken."""
-        body = Body()
-        body.needs("first", "to_index", *(f"to_{old}" for old in saved.values()))
-        body.open("for j in range(first, m):")
-        body("i = to_index[j]")
-        records = {array: f"to_{old}[j]" for array, old in saved.items()}
-        self._element(body, [], self.printer.stores_if(p, False), records)
-        self.define(name, body)
-        bound = {self.slices[array]: array.name for array in self.slices}
-        self.out(f"{name}({', '.join(['taken', '0', *(bound.get(a, a) for a in body.args)])})")
-
-    # Scatters.
-
-    def check(self, name: str, p: ir.Scatter) -> None:
-        body = self.start([], "I", p.array.name)
-        body.text.insert(0, f"    size = len({p.array.name})")
-        index, *bad = self.print(body, [p.index, *p.exprs[2:]])
-        body(f"k = i64({index})")
-        body(f"if {' or '.join(['k < 0', 'k >= size', *bad])}:")
-        body(f"    {self.printer.slots.int('status')} = 1")
-        self.call(name, body, [])
-
-    def scatter(self, name: str, p: ir.Scatter) -> None:
-        target = p.array.name
-        body = self.start([], target)
-        index, value = self.print(body, [p.index, p.value])
-        body(f"k = i64({index})")
-        old = loaded(p.array, f"{target}[k]")
-        total = f"_add({old}, {value})" if p.array.type == "int" else f"{old} + {value}"
-        body(f"{target}[k] = {stored(p.array, total)}")
-        self.call(name, body, [])
 
     # Functions.
 
@@ -417,7 +326,7 @@ class Loops:
             if e.op == "load" and aligned and e.attr in self.slices:
                 array: Array = e.attr
                 if array in saved:
-                    return saved[array]
+                    return loaded(array, saved[array])
                 source = self.codes_in.get(array) or self.slices[array]
                 body.needs(source)
                 return loaded(array, f"{source}[i]")

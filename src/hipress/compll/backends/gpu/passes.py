@@ -62,8 +62,8 @@ class Passes(KernelPrinter):
             for x in phase.locals:
                 print_local(tile, x)
             tile.store(phase.stores)
-        tile.block_store(p.block_stores)
         tile.store(p.row_stores)
+        tile.block_store(p.block_stores)
         tile.close(name)
         self._join(name, [f for f in ir.pass_folds(p) if f.block is None], tile.grid, tile)
 

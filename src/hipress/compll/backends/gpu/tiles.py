@@ -395,8 +395,14 @@ class Tile:
         self.out(f"tl.store({self._place(array, stored(array, name))})")
 
     def block_store(self, stores: Iterable[Store]) -> None:
-        for s in stores:
-            text = f"tl.broadcast_to({self.print([s.value])[0]}, [{self.rows}])"
+        stores, read = list(stores), set(loads(ir.with_blocks(self.roots)))
+        texts = [
+            f"tl.broadcast_to({t}, [{self.rows}])" for t in self.print(s.value for s in stores)
+        ]
+        if any(s.array in read for s in stores):  # by all threads, before one overwrites it
+            texts = [self.named(text) for text in texts]
+            self.out("tl.debug_barrier()")
+        for s, text in zip(stores, texts, strict=True):
             there = f"block * {self.block} < length"
             self.out(f"tl.store({s.array.name} + block, {stored(s.array, text)}, mask={there})")
 
