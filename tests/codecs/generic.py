@@ -62,7 +62,7 @@ class _Wrapper(Codec):
             raise UsageError(
                 f"{self.name} keeps state; make it once with state = c.init(x) and pass it."
             )
-        check_state(name, state[name], x)
+        check_state(name, state[name], x, x.numel(), torch.float32)
         return state[name]
 
     def _inside(self, name: str, state: State | None) -> State:

@@ -496,8 +496,9 @@ def test_parameter_left_out(both: Path) -> None:
 
 def test_parameter_that_the_program_refuses(both: Path) -> None:
     with pytest.raises(ProgramError) as error:
-        codec(str(both), bitwidth=3)
-    message = f"{both}:26:10: a uint cannot have 3 bits; allowed: 1, 2, 4, 8, 16, 32\n"
+        codec(str(both), bitwidth=7)
+    widths = "1, 2, 3, 4, 5, 6, 8, 12, 16, 32"
+    message = f"{both}:26:10: a uint cannot have 7 bits; allowed: {widths}\n"
     assert message in str(error.value)
 
 

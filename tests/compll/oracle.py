@@ -31,7 +31,10 @@ class Refused(Exception):
 
 
 class Size(int):
-    """A length that is known by name: `tag` is "n", or ("blocks", size of a block)."""
+    """A length that is known by name.
+
+    `tag` is "n", ("blocks", size of a block) or ("rows", size of a block, elements of a row).
+    """
 
     tag: Any = None
 
@@ -265,7 +268,14 @@ def elementary(name: str, x: Any) -> Any:
         return type(x)((x > 0) * 1 - (x < 0) * 1)
     if name == "floor":
         return x if not is_float(x) else float(math.floor(x)) if is_host(x) else np.floor(x)
+    if name == "from_bits":
+        low = int(to_int(x)) & 0xFFFFFFFF
+        found = np.uint32(low).view(np.float32)
+        return float(found) if is_host(x) else found
     x = to_float(x)
+    if name == "bits":
+        number = int(np.float32(x).view(np.uint32))
+        return number if is_host(x) else np.int64(number)
     if name == "sqrt":
         return math.sqrt(x) if is_host(x) else np.sqrt(x)
     double = {"exp2": lambda v: 2.0**v, "log2": math.log2}[name](float(x))
@@ -311,7 +321,7 @@ def pack(parts: Sequence[Part]) -> bytes:
     body = bytearray()
     for part in parts:
         bits = part.elem[1] if part.elem[0] == "uint" else STORAGE_BITS[part.elem[0]]
-        align = 16 if part.size is not None else max(1, bits // 8)
+        align = 16 if part.size is not None else -(-bits // 8)
         body += bytes(-len(body) % align)
         values = np.atleast_1d(part.value)
         if part.elem[0] == "float":
@@ -347,26 +357,34 @@ class Machine:
         self.params = dict(params)
         self.position: Any = None
         """The index that `random` draws for, while a lambda runs over an array."""
+        self.turns: tuple[int, ...] = ()
 
     def encode(
         self, gradient: np.ndarray, states: Sequence[np.ndarray], rng: tuple[int, int, int]
     ) -> tuple[list[Part], list[np.ndarray]]:
         """The parts of the payload, and the states after."""
         function, env = self._open("Encode", len(gradient), rng)
-        held = iter(states)
-        arrays = {a.name: a for a in function.args if a.type.array and a.type.base == "float"}
-        for name, arg in arrays.items():
-            values = next(held) if arg.inout else gradient
-            env.names[name] = Arr(values.astype(np.float32), FLOAT, self.n)
+        (name,) = [a.name for a in function.args if is_gradient(a)]
+        env.names[name] = Arr(gradient.astype(np.float32), FLOAT, self.n)
+        own = [arg for arg in function.args if arg.inout]
+        for arg, values in zip(own, states, strict=False):
+            elem = self.elem(arg.type, env)
+            size = self.n if arg.size is None else self.value(arg.size, env)
+            values = vector(values, elem)
+            is_array = arg.type.array or arg.size is not None
+            env.names[arg.name] = Arr(values, elem, size) if is_array else Num(values[0], elem)
         with np.errstate(all="ignore"):
             self.run(function.body, env)
-        return self.parts, [env.names[name].values for name, a in arrays.items() if a.inout]
+        finals = [env.names[arg.name] for arg in own]
+        return self.parts, [
+            f.values if isinstance(f, Arr) else vector([f.value], f.elem) for f in finals
+        ]
 
     def decode(self, parts: Sequence[Part], n: int) -> np.ndarray:
         """The gradient that a payload stands for."""
         function, env = self._open("Decode", n, (0, 0, 0))
         self.payload = list(parts)
-        (name,) = [a.name for a in function.args if a.type.array and a.type.base == "float"]
+        (name,) = [a.name for a in function.args if is_gradient(a)]
         env.names[name] = Unset(FLOAT, True, self.n)
         with np.errstate(all="ignore"):
             self.run(function.body, env)
@@ -377,14 +395,14 @@ class Machine:
         blocks = {b.name: b for b in self.source.params}
         env = Env()
         self.n, self.rng = sized(n, "n"), rng
-        self.sites: dict[ast.Pos, int] = {}
+        self.sites: dict[Any, int] = {}
         self.parts: list[Part] = []
-        self._numbered: set[int] = set()
+        self._numbered: set[Any] = set()
         for arg in function.args:
             if arg.type.base in blocks:
                 fields = blocks[arg.type.base].fields
                 env.names[arg.name] = {f.name: self._param(f.name, f.type, f) for f in fields}
-            elif arg.type.array:
+            elif arg.type.array or arg.inout:
                 env.names[arg.name] = Unset(("uint", 8), True, None)
             else:
                 env.names[arg.name] = self._param(arg.name, arg.type, None)
@@ -435,6 +453,12 @@ class Machine:
                 self._assign(s, env)
             elif isinstance(s, ast.Per):
                 self._per(s, env)
+            elif isinstance(s, ast.Repeat):
+                around = self.turns
+                for turn in range(int(self.value(s.count, env))):
+                    self.turns = (*around, turn)
+                    self.run(s.body, Env({s.name: Num(turn, INT)}, env))
+                self.turns = around
             else:
                 assert isinstance(s, ast.Do) and isinstance(s.value, ast.Call)
                 self._extract(s.value, env)
@@ -485,17 +509,20 @@ class Machine:
                 whole = vector([v.value for v in values], first.elem)
                 env.names[name] = Arr(whole, first.elem, sized(len(values), ("blocks", size)))
             else:
+                room = first.size if first.capacity is None else first.capacity
+                length: Any = self.n
+                if is_host(room):  # a row: places that are not used are zero
+                    values = [replace(v, values=padded(v.values, int(room))) for v in values]
+                    length = sized(len(values) * int(room), ("rows", size, int(room)))
                 whole = np.concatenate([v.values for v in values])
                 home = env.home(name) if env.defines(name) else env
-                home.names[name] = Arr(whole, first.elem, self.n)
+                home.names[name] = Arr(whole, first.elem, length)
 
     def _part(self, node: ast.Expr, env: Env) -> Part:
         value = self.value(node, env)
         if isinstance(value, Arr):
             room = value.size if value.capacity is None else value.capacity
-            padded = np.zeros(int(room), value.values.dtype)
-            padded[: len(value.values)] = value.values
-            return Part(value.elem, padded, room)
+            return Part(value.elem, padded(value.values, int(room)), room)
         elem = INT if not is_float(value) else FLOAT
         if is_bool(value):
             elem = ("uint", 1)
@@ -555,6 +582,11 @@ class Machine:
                 return Arr(part, found.elem, np.int64(block.length), block_start=block.start)
             if isinstance(found, Arr) and getattr(found.size, "tag", 0) == ("blocks", block.size):
                 return found.values[block.number]
+            tag = getattr(getattr(found, "size", None), "tag", None)
+            if isinstance(tag, tuple) and tag[:2] == ("rows", block.size):
+                start = block.number * tag[2]
+                part = found.values[start : start + tag[2]]
+                return Arr(part, found.elem, tag[2], block_start=start)
         return found.value if isinstance(found, Num) else found
 
     def _member(self, node: ast.Member, env: Env) -> Any:
@@ -581,6 +613,9 @@ class Machine:
             return result if is_host(a, b) else np.bool_(result)
         if op in WHOLE:
             return WHOLE[op](to_int(a), to_int(b))
+        tag = getattr(a, "tag", None)
+        if op == "*" and isinstance(tag, tuple) and tag[0] == "blocks" and is_host(b):
+            return sized(a * b, ("rows", tag[1], int(b)))
         return BINARY[op](*common(a, b))
 
     # Calls.
@@ -625,8 +660,8 @@ class Machine:
 
     def _number_sites(self, func: Func) -> None:
         """Each `random` of a lambda is numbered in reading order, whatever branches are taken."""
-        if id(func.code) not in self._numbered:
-            self._numbered.add(id(func.code))
+        if (id(func.code), self.turns) not in self._numbered:
+            self._numbered.add((id(func.code), self.turns))
             self._visit(func.code.body, func.env)
 
     def _visit(self, node: Any, env: Env) -> None:
@@ -645,7 +680,7 @@ class Machine:
                     self._visit(getattr(node, name), env)
 
     def site(self, node: ast.Call) -> int:
-        return self.sites.setdefault(node.pos, len(self.sites))
+        return self.sites.setdefault((node.pos, self.turns), len(self.sites))
 
     def _drawn_by(self, node: ast.Call, env: Env) -> tuple[int, tuple[int, int, int]]:
         """The site and the seed, stream and step of a draw; a key stands for all of them."""
@@ -670,7 +705,9 @@ class Machine:
     def _range(self, node: ast.Call, env: Env) -> Arr:
         size = self.value(node.args[0], env)
         scope = env.scope()
-        start = scope.block.start if scope and scope.block and not is_host(size) else 0
+        start = 0
+        if scope and scope.block:
+            start = scope.block.number * int(size) if is_host(size) else scope.block.start
         return Arr(np.arange(int(size)), INT, size, block_start=start)
 
     def _blocks(self, node: ast.Call, env: Env) -> Size:
@@ -699,7 +736,7 @@ class Machine:
 
     def _scan(self, node: ast.Call, env: Env) -> Arr:
         array, init, f, elem = self._folded(node, env)
-        return Arr(vector(self._running(array, init, f, elem)[1:], elem), elem, array.size)
+        return like(array, self._running(array, init, f, elem)[1:], elem)
 
     def _folded(self, node: ast.Call, env: Env) -> tuple[Arr, Any, Callable[..., Any], Elem]:
         array = self.value(node.args[0], env)
@@ -717,18 +754,44 @@ class Machine:
         array = self.value(node.args[0], env)
         keep, _ = self.function(node.args[1], env)
         room = array.size if len(node.args) == 2 else self.value(node.args[2], env)
-        hits = [i for i, v in enumerate(array.values) if truth(keep((v,), i))][: int(room)]
-        index = np.array(hits, np.int64)
-        return Arr(array.values[index], array.elem, np.int64(len(hits)), index, room)
+        scope, places = env.scope(), array.positions()
+        block = scope.block if scope is not None else None
+        if block is not None:
+            own = block.size if not is_host(array.size) and array.capacity is None else array.size
+            own = array.capacity if array.capacity is not None else own
+            room = int(own) if len(node.args) == 2 else min(int(own), int(room))
+        passed = [i for i, v in enumerate(array.values) if truth(keep((v,), places[i]))]
+        index = np.array(passed[: int(room)], np.int64)
+        found = Arr(array.values[index], array.elem, np.int64(len(index)), index, room)
+        return found if block is None else self._in_row(found, block)
+
+    @staticmethod
+    def _in_row(found: Arr, block: Block) -> Arr:
+        return replace(found, origin=None, block_start=block.number * int(found.capacity))
+
+    def _largest(self, node: ast.Call, env: Env) -> Arr:
+        array, count = self.value(node.args[0], env), int(self.value(node.args[1], env))
+        scope = env.scope()
+        assert scope is not None and scope.block is not None
+        order = sorted(range(len(array.values)), key=lambda i: (-array.values[i], i))[:count]
+        room = array.capacity if array.capacity is not None else array.size
+        room = room if is_host(room) else scope.block.size
+        size, room = np.int64(len(order)), min(count, int(room))
+        return self._in_row(
+            Arr(np.array(sorted(order), np.int64), INT, size, None, room), scope.block
+        )
+
+    def _store(self, node: ast.Call, env: Env) -> Any:
+        return self.value(node.args[0], env)
 
     def _sort(self, node: ast.Call, env: Env) -> Arr:
         array = self.value(node.args[0], env)
         keys = list(array.values)
         if len(node.args) == 2:
             key, _ = self.function(node.args[1], env)
-            keys = [key((v,), i) for i, v in enumerate(array.values)]
+            keys = [key((v,), i) for v, i in zip(array.values, array.positions(), strict=True)]
         order = sorted(range(len(keys)), key=lambda i: keys[i])
-        return Arr(array.values[order], array.elem, array.size)
+        return like(array, array.values[order], array.elem)
 
     def _sample(self, node: ast.Call, env: Env) -> Arr:
         array, m = self.value(node.args[0], env), self.value(node.args[1], env)
@@ -751,16 +814,30 @@ class Machine:
             if not 0 <= i < size:
                 raise Refused("an index in the payload is out of range")
             result[i] = convert(result[i] + v, values.elem)
-        return Arr(result, values.elem, size)
+        scope = env.scope()
+        start = scope.block.start if scope and scope.block and not is_host(size) else 0
+        return Arr(result, values.elem, size, block_start=start)
 
     def _first(self, node: ast.Call, env: Env) -> Arr:
         array, count = (self.value(a, env) for a in node.args)
+        scope = env.scope()
+        if scope is not None and scope.block is not None:
+            room = array.size if array.capacity is None else array.capacity
+            room = room if is_host(room) else scope.block.size
+            kept = array.values[: max(int(count), 0)]
+            return self._in_row(
+                Arr(kept, array.elem, np.int64(len(kept)), None, int(room)), scope.block
+            )
         if not 0 <= count <= len(array.values):
             raise Refused("a count is larger than the room it was given")
         return Arr(array.values[: int(count)], array.elem, count)
 
 
-ELEMENTARY = ("abs", "floor", "sqrt", "exp2", "log2", "sign")
+def is_gradient(arg: ast.Arg) -> bool:
+    return arg.type.array and arg.type.base == "float" and not arg.inout
+
+
+ELEMENTARY = ("abs", "floor", "sqrt", "exp2", "log2", "sign", "bits", "from_bits")
 
 
 def assigned(s: ast.If) -> set[str]:
@@ -781,6 +858,12 @@ def device(value: Any) -> Any:
     if is_bool(value):
         return np.bool_(value)
     return np.float32(value) if is_float(value) else np.int64(value)
+
+
+def padded(values: np.ndarray, room: int) -> np.ndarray:
+    whole = np.zeros(room, values.dtype)
+    whole[: len(values)] = values
+    return whole
 
 
 def vector(values: Sequence[Any], elem: Elem) -> np.ndarray:

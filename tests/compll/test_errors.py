@@ -80,11 +80,12 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "adding to an element": (encoder("@g[0] -= 1.0;"), "an element cannot be set; make the whole"),
     "a width that is no type": (
-        encoder("@uint3 x = 1;"),
-        "'uint3' is not a type; types: float, int, uint1, uint2, uint4, uint8, uint16, uint32, "
+        encoder("@uint7 x = 1;"),
+        "'uint7' is not a type; types: float, int, uint1, uint2, uint3, uint4, uint5, uint6, "
+        "uint8, uint12, uint16, uint32, "
         "uint<...>, float16, bfloat16",
     ),
-    "an array of such": (encoder("@uint3* x = g;"), "'uint3' is not a type; types: float, "),
+    "an array of such": (encoder("@uint7* x = g;"), "'uint7' is not a type; types: float, "),
     "a signed type": (encoder("@int8 x = 1;"), "'int8' is not a type; types: float, "),
     "a type of C": (encoder("@double x = 1;"), "'double' is not a type; types: float, "),
     "a word before a type": (encoder("@const float x = 1;"), "'const' is not a type; types: "),
@@ -93,8 +94,8 @@ WRONG: dict[str, tuple[str, str]] = {
         "'double' is not a type; types: float, ",
     ),
     "a parameter of such a type": (
-        encoder("c = concat(g);", args=", @uint3 b"),
-        "'uint3' is not a type; param blocks in this file: none; types: float, int, uint1, ",
+        encoder("c = concat(g);", args=", @uint7 b"),
+        "'uint7' is not a type; param blocks in this file: none; types: float, int, uint1, ",
     ),
     "a field of such a type": (
         "param P { @bool b = 1; }\n" + encoder("c = concat(g);", args=", P p"),
@@ -121,7 +122,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "a name declared twice": (encoder("float x = 1;", "@int x = 2;"), "'x' is declared twice"),
     "an undefined function": (
         encoder("float x = @sin(1.0);"),
-        "'sin' is not a function; operators: abs, blocks, concat",
+        "'sin' is not a function; operators: abs, bits, blocks, concat",
     ),
     "a number called": (encoder("float f = 1;", "float x = @f(2);"), "'f' is float here"),
     "assignment to an undefined name": (encoder("@x = 1;"), "'x' is not defined"),
@@ -139,9 +140,9 @@ WRONG: dict[str, tuple[str, str]] = {
         "two parameters are called 'bits'; rename one",
     ),
     # Types.
-    "a width of three": (
-        encoder("uint<@3> x = 1;"),
-        "a uint cannot have 3 bits; allowed: 1, 2, 4, 8, 16, 32",
+    "a width of seven": (
+        encoder("uint<@7> x = 1;"),
+        "a uint cannot have 7 bits; allowed: 1, 2, 3, 4, 5, 6, 8, 12, 16, 32",
     ),
     "a width that varies": (
         encoder("int k = g.size;", "uint<@k> x = 1;"),
@@ -319,17 +320,48 @@ WRONG: dict[str, tuple[str, str]] = {
         encoder("float s = 0;", "per (8) { @s = g[0]; }"),
         "'s' has one value for the whole gradient; declare a new name inside the per scope",
     ),
-    "a filter in a per scope": (
-        encoder("per (8) { float* v = @filter(g, [&](float x) -> uint1 { return x > 1.0; }); }"),
-        "filter works on whole arrays; it cannot stand in a per scope",
-    ),
-    "a sort in a per scope": (
-        encoder("per (8) { float* v = @sort(g); }"),
-        "sort works on whole arrays",
+    "a sample in a per scope": (
+        encoder("per (8) { float* v = @sample(g, 2); }"),
+        "sample works on whole arrays; it cannot stand in a per scope",
     ),
     "another length out of a per scope": (
-        encoder("@per (8) { float* v = map(range(5), abs); }"),
-        "'v' leaves the per scope with 5 elements in each block",
+        encoder("int k = g.size / 2;", "@per (8) { float* v = map(range(k), abs); }"),
+        "'v' leaves the per scope with another number of elements in each block; only arrays as "
+        "long as the block, or with a fixed number of places, can",
+    ),
+    "the largest of a whole array": (
+        encoder("int* v = @largest(g, 2);"),
+        "largest works on a block: write it in a per scope; of a whole array, filter the elements",
+    ),
+    "as many as the gradient says": (
+        encoder("per (8) { int m = g[0]; int* v = largest(g, @m); }"),
+        "the number of largest elements in a per scope is made of integer parameters and literals,"
+        " from 1 to 131072",
+    ),
+    "a capacity that is a number of the block": (
+        encoder(
+            "per (8) { float* v = filter(g, [&](float x) -> uint1 { return x > 0.0; }, @g.size); }"
+        ),
+        "the capacity of a filter in a per scope is made of integer parameters and literals",
+    ),
+    "a scatter of another size in a per scope": (
+        encoder(
+            "per (8) { float* v = @scatter(map(g, [&](float x) -> int { return 0; }), g, n); }"
+        ).replace("per", "int n = g.size; per", 1),
+        "the size of a scatter in a per scope is that of the block, or fixed",
+    ),
+    "too many turns": (
+        encoder("repeat (i, @65) { float x = i; }"),
+        "the number of turns is made of integer parameters and literals, from 0 to 64",
+    ),
+    "turns that the gradient decides": (
+        encoder("int m = g[0];", "repeat (i, @m) { float x = i; }"),
+        "the number of turns is made of integer parameters and literals, from 0 to 64",
+    ),
+    "a store of a number": (encoder("float x = store(@1.0);"), "an array is needed here"),
+    "a store inside a lambda": (
+        encoder("float* v = map(g, [&](float x) -> float { return @store(g)[0]; });"),
+        "store works on whole arrays; call it before the lambda",
     ),
     # Payloads.
     "concat inside an expression": (

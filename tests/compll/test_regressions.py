@@ -526,6 +526,74 @@ def test_places_may_be_read_in_any_order(how: str, backend: str) -> None:
     np.testing.assert_array_equal(run(bound(text), backend, x, add=False).decoded, want)
 
 
+FILTERED = {
+    "as a gradient": ("g.size", "g = v;"),
+    "its size": (
+        "8",
+        """float s = v.size;
+        g = map(range(g.size), [&](int i) -> float { return v[i] + s; });""",
+    ),
+    "zeros put back": ("8", "g = scatter(ix, v, g.size);"),
+    "as many as were taken": ("8", "g = scatter(first(ix, k), first(v, k), g.size);"),
+    "zeros that are none any more": (
+        "8",
+        """float* w = map(v, [&](float x) -> float { return x + 1.0; });
+        g = scatter(ix, w, g.size);""",
+    ),
+    "changed, then as many as were taken": (
+        "8",
+        """float* w = map(v, [&](float x) -> float { return x + 1.0; });
+        g = scatter(first(ix, k), first(w, k), g.size);""",
+    ),
+    "a sum": (
+        "8",
+        """float s = reduce(map(v, [&](float x) -> float { return x + 1.0; }), 0.0,
+                         [&](float a, float b) -> float { return a + b; });
+        g = map(range(g.size), [&](int i) -> float { return s; });""",
+    ),
+    "beside another array": (
+        "8",
+        """float* w = map(v, range(8), [&](float x, int i) -> float { return x + i; });
+        g = scatter(ix, w, g.size);""",
+    ),
+    "drawn for": (
+        "8",
+        """float* w = map(first(v, k), [&](float x) -> float {
+            return x + random<int>(0, 8, 5) / 8.0; });
+        g = scatter(first(ix, k), w, g.size);""",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    thinned(
+        [(how, backend) for how in FILTERED for backend in BOTH],
+        keep=lambda cell: cell[1] == "reference" or cell[0] == "its size",
+    ),
+)
+def test_error_feedback_decodes_what_is_received(how: str, backend: str) -> None:
+    """Catches: a residual of what the filter took, where decode sees all the room it was given."""
+    room, decoded = FILTERED[how]
+    text = f"""void XEncode(float* g, uint8* c) {{
+        uint32* ix = filter(range(g.size), [&](int i) -> uint1 {{ return g[i] > 1.0; }}, {room});
+        float* v = gather(g, ix);
+        c = concat(ix.size, ix, v);
+    }}
+    void XDecode(uint8* c, float* g) {{
+        int k; uint32* ix; float* v; extract(c, k, ix, v); {decoded}
+    }}"""
+    made, variant = bound(text), Variant(feedback=True)
+    for n in (5, 16, 40):
+        x = (np.random.default_rng(n).integers(-24, 25, n) / 8).astype(np.float32)
+        held = [np.zeros(n, np.float32)]
+        right = run_oracle(text, {}, x, held, variant=variant)
+        found = run(made, backend, x, held, variant=variant, add=False)
+        assert found.body.tobytes() == right.body.tobytes()
+        np.testing.assert_array_equal(found.decoded, right.decoded)
+        np.testing.assert_array_equal(found.states[0], right.states[0])
+
+
 HOSTILE_COUNT = """void XEncode(float* g, uint8* c) {
     int k = reduce(map(g, [&](float x) -> int { return x; }), 0, [&](int a, int b) -> int {
         return a + b; });

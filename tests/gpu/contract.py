@@ -46,8 +46,12 @@ from tests.codecs.cases import (
     ulps,
 )
 from tests.codecs.damage import damaged
+from tests.compll.block_programs import BODIES
+from tests.compll.block_programs import program as block_program
 from tests.compll.generate import Program, programs
 from tests.compll.harness import MU_VALUE, bound
+from tests.compll.state_programs import DECODE as STATE_DECODE
+from tests.compll.state_programs import STATES
 from tests.grid import thinned
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -869,6 +873,44 @@ def test_a_program_means_the_same(what: str) -> None:
         x = gaussian(n, seed=3)
         want = own(OWN[what], "reference").encode(x, {})
         assert torch.equal(own(OWN[what], "gpu").encode(x.to(DEVICE), {}).cpu(), want)
+
+
+QUICK_BLOCKS = ("the largest, put back", "filtered with little room", "stored and repeated")
+
+
+@pytest.mark.parametrize("what", thinned(BODIES, keep=QUICK_BLOCKS))
+def test_a_program_with_arrays_of_blocks_means_the_same(what: str) -> None:
+    text = block_program(BODIES[what])
+    for n in (5, 16, 4099):
+        x = (gaussian(n, seed=3) * 100).round() / 8  # all sums are exact, and many are equal
+        found = []
+        for backend in ("reference", "gpu"):
+            codec = ProgramCodec(bound(text, {}), name="x", backend=backend)
+            state = codec.init(torch.empty(n), seed=5, stream=3)
+            if backend == "gpu":
+                x, state = x.to(DEVICE), moved(state)
+            found.append(codec.encode(x, state).cpu())
+        assert torch.equal(*found), n
+
+
+@pytest.mark.parametrize("what", STATES)
+def test_states_of_other_types_and_lengths_mean_the_same(what: str) -> None:
+    for n in (5, 16, 4099):
+        found = []
+        for backend in ("reference", "gpu"):
+            codec = ProgramCodec(bound(STATES[what] + STATE_DECODE), name="x", backend=backend)
+            state = codec.init(torch.empty(n))
+            state = moved(state) if backend == "gpu" else state
+            frames = []
+            for step in range(3):
+                x = (gaussian(n, seed=step) * 100).round() / 8
+                frames.append(codec.encode(x.to(state_device(state)), state).cpu())
+            found.append([*frames, *(value.cpu() for value in state.values())])
+        assert all(map(torch.equal, *found)), n
+
+
+def state_device(state: dict[str, torch.Tensor]) -> torch.device:
+    return next(iter(state.values())).device
 
 
 FEW = "map(range(g.size / 9999), [&](int i) -> float { return g[i]; })"

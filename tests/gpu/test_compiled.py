@@ -102,6 +102,23 @@ def test_every_kernel_compiles(expr: str) -> None:
         assert kernel.asm["cubin"][:4] == b"\x7fELF", name
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "program",
+    thinned(
+        ["blocktopk.pse", "ef(blocktopk.pse)", "rotated.pse", "ef8.pse"],
+        keep=["blocktopk.pse", "ef8.pse"],
+    ),
+)
+def test_arrays_of_blocks_compile(program: str) -> None:
+    """Sorting, gathering and scattering inside a tile, which the interpreter does another way."""
+    kernels = compiled(re.sub(r"\w+\.pse", lambda name: str(EXAMPLES / name[0]), program))
+    assert all(kernel.asm["cubin"][:4] == b"\x7fELF" for kernel in kernels.values())
+
+
 @needs_compiler
 @pytest.mark.parametrize("expr", WIDE)
 def test_the_main_pass_reads_four_floats_at_once(expr: str) -> None:

@@ -391,7 +391,7 @@ DEFECTS: tuple[Defect, ...] = (
     # --- codecs ---------------------------------------------------------------------------------
     Defect(
         "NaN enters the residual",
-        "compll/passes/derive.py",
+        "compll/passes/states.py",
         "    return g.select(kept, new, old)",
         "    return new",
         (f"{CONTRACT}::test_bad_number_leaves_its_residual",),

@@ -16,7 +16,7 @@ from hipress.errors import HipressError, ProgramError, UsageError, did_you_mean
 if TYPE_CHECKING:
     from hipress.compll.build import Bound, Program
     from hipress.compll.front.ast import Source
-    from hipress.compll.front.check import Param
+    from hipress.compll.front.signature import Param
     from hipress.compll.passes.derive import Variant
 
 app = typer.Typer(no_args_is_help=True)

@@ -48,6 +48,11 @@ class Bulk:
     """
 
     def __init__(self, codec: ProgramCodec, numels: Iterable[int]) -> None:
+        if codec.uneven_state:
+            raise UsageError(
+                f"{codec.name} keeps {codec.uneven_state!r}, which is not one float for each "
+                "element, so many gradients cannot share it; encode each one by itself."
+            )
         self.codec = codec
         self.numels = _checked(numels)
         self._bodies = [codec.wire_bytes(n) - frame.frame_bytes([0]) for n in self.numels]

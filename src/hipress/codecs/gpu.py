@@ -69,7 +69,7 @@ class GpuKernels:
         sizes = kernels.sizes(numel, device, lambda: self._described(numel, None))
         _refusals[device] = kernels.refusals
         rng = _rng(self._loaded.encode, state, device)
-        memory = [_elements(x.contiguous()), *states]
+        memory = [_elements(x.contiguous()), *map(_elements, states)]
         _start(kernels, self._codec.replays, key, sizes, out, memory, rng, state)
 
     def decode(
@@ -108,7 +108,7 @@ class GpuKernels:
         raise_pending(device)
         sizes = self._bulk_sizes(bulk, self._encode, None, device)
         rng = _rng(self._loaded.encode, state, device, len(bulk.numels))
-        memory = [_elements(flat), *states]
+        memory = [_elements(flat), *map(_elements, states)]
         _start(self._encode, bulk.replays, key, sizes, out, memory, rng, state)
 
     def decode_bulk(
@@ -193,7 +193,7 @@ class GpuMerge:
 
         sizes = self._merge.sizes((numel, alpha), device, described)
         _refusals[device] = self._merge.refusals
-        memory = [sizes.headers[1], *payloads, *states]
+        memory = [sizes.headers[1], *payloads, *map(_elements, states)]
         rng = _rng(self._kernel, state, device)
         _start(self._merge, self._back.replays, key, sizes, out, memory, rng, state)
 

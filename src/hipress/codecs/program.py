@@ -93,6 +93,8 @@ class ProgramCodec(Codec):
         # is refused here.
         self._kernel = bound.kernels(variant=variant)[0]
         self._body_bytes = lru_cache(4096)(bound.body_bytes())
+        self._state_numels = bound.state_numels(self._kernel)
+        self._dtypes = [tensors.STATES[array.storage] for array in self._kernel.states]
         taken = sorted(set(self.state_names) & RESERVED)
         if taken:
             raise UsageError(
@@ -209,8 +211,8 @@ class ProgramCodec(Codec):
         tensors.storage(x, "the gradient")
         seed, stream = tensors.seed(seed, "seed"), tensors.seed(stream, "stream")
         state: State = {}
-        for name in self.state_names:
-            state[name] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
+        for name, numel, dtype in self._shapes(x.numel()):
+            state[name] = torch.zeros(numel, dtype=dtype, device=x.device)
         if self._kernel.random:
             for key, value in zip(RANDOM_KEYS, (seed, stream, 0), strict=True):
                 state[key] = torch.tensor(value, dtype=torch.int64, device=x.device)
@@ -402,6 +404,19 @@ class ProgramCodec(Codec):
     def state_names(self) -> tuple[str, ...]:
         return tuple(array.label for array in self._kernel.states)
 
+    @cached_property
+    def uneven_state(self) -> str:
+        """The name of a state that is not one float for each element; empty if there is none."""
+        for array in self._kernel.states:
+            if array.length.op != "n" or array.type != "float":
+                return array.label
+        return ""
+
+    def _shapes(self, numel: int) -> Iterable[tuple[str, int, torch.dtype]]:
+        """Returns the name, the elements and the dtype of each state for a gradient."""
+        numels = self._state_numels(numel) if self.uneven_state else [numel] * len(self._dtypes)
+        return zip(self.state_names, numels, self._dtypes, strict=True)
+
     def _check_body(self, body: frame.BodyView) -> None:
         """Refuses a body whose length does not fit its number of elements."""
         expected = self._body_bytes(body.numel) if body.numel <= MAX_NUMEL else -1
@@ -424,8 +439,8 @@ class ProgramCodec(Codec):
             return []
         if not isinstance(state, dict) or state.keys() & (WRAPPER_KEYS | keys) != keys:
             raise self._foreign(state)
-        for name in self.state_names:
-            tensors.check_state(name, state[name], x)
+        for name, numel, dtype in self._shapes(x.numel()):
+            tensors.check_state(name, state[name], x, numel, dtype)
         return [state[name].view(-1) for name in self.state_names]
 
     def _rng(self, state: State | None) -> tuple[int, int, int]:

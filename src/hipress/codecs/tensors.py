@@ -14,6 +14,11 @@ from numpy.typing import NDArray
 from hipress.codecs.frame import ALIGN
 from hipress.errors import BackendError, FrameError, UsageError
 
+STATES = {
+    **{"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16},
+    **{"u8": torch.uint8, "i64": torch.int64},
+}
+"""Dtypes of states, by their names in CompLL."""
 STORAGE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 """Dtypes of gradients, and their names in CompLL."""
 
@@ -49,12 +54,14 @@ def gpu_takes(x: torch.Tensor) -> bool:
     return x.is_cuda or os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def check_state(name: str, held: torch.Tensor, x: torch.Tensor) -> None:
-    """Refuses an array that cannot be a state for the gradient `x`."""
+def check_state(
+    name: str, held: torch.Tensor, x: torch.Tensor, numel: int, dtype: torch.dtype
+) -> None:
+    """Refuses an array that cannot be a state of `numel` elements for the gradient `x`."""
     if (
         isinstance(held, torch.Tensor)
-        and held.dtype == torch.float32
-        and held.numel() == x.numel()
+        and held.dtype == dtype
+        and held.numel() == numel
         and held.device == x.device
         and held.is_contiguous()
     ):
@@ -68,8 +75,8 @@ def check_state(name: str, held: torch.Tensor, x: torch.Tensor) -> None:
     else:
         found, needed = f"is a {type(held).__name__}, not a tensor", ""
     raise UsageError(
-        f"state {name!r} {found}; the gradient needs {x.numel()} of torch.float32{needed}: make a "
-        "new state with init(x)."
+        f"state {name!r} {found}; the gradient needs {numel} of {dtype}{needed}: make a new "
+        "state with init(x)."
     )
 
 

@@ -24,12 +24,12 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from hipress import settings
-from hipress.compll.backends.host import HOST_PRELUDE, body_bytes_source
+from hipress.compll.backends.host import HOST_PRELUDE, body_bytes_source, host_text
 from hipress.compll.front import ast, check
-from hipress.compll.front.arrays import Draft
-from hipress.compll.front.check import Param, ParamValue
+from hipress.compll.front.draft import Draft
 from hipress.compll.front.graph import Graph
 from hipress.compll.front.parse import fail, parse
+from hipress.compll.front.signature import Param, ParamValue, signature
 from hipress.compll.ir import Kernel
 from hipress.compll.passes import derive
 from hipress.compll.passes.derive import PLAIN, Pair, Variant
@@ -181,11 +181,23 @@ class Bound:
     def body_bytes(self) -> Callable[[int], int]:
         """Returns a function from the number of elements to the bytes of a payload's body."""
         kernel = derive.encode_kernel(self.program.pair, self.static)
-        scope: dict[str, Any] = {}
-        source = "import math\nimport numpy as np\n" + HOST_PRELUDE + body_bytes_source(kernel)
-        exec(compile(source, "<body_bytes>", "exec"), scope)  # our own text, from checked values
-        count, params = scope["body_bytes"], self.floats(kernel, {})
+        count = _host_function("body_bytes", body_bytes_source(kernel))
+        params = self.floats(kernel, {})
         return lambda n: int(count(n, params))
+
+    def state_numels(self, kernel: Kernel) -> Callable[[int], list[int]]:
+        """Returns a function from the number of elements to those of each state of a kernel."""
+        texts = [f"max({host_text(array.length, kernel.params)}, 0)" for array in kernel.states]
+        source = f"def numels(n, params):\n    return [{', '.join(texts)}]\n"
+        count, params = _host_function("numels", source), self.floats(kernel, {derive.MU: 0.0})
+        return lambda n: list(count(n, params))
+
+
+def _host_function(name: str, source: str) -> Callable[..., Any]:
+    scope: dict[str, Any] = {}
+    source = "import math\nimport numpy as np\n" + HOST_PRELUDE + source
+    exec(compile(source, f"<{name}>", "exec"), scope)  # our own text, from checked values
+    return scope[name]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -343,7 +355,7 @@ def make_program(
         )
     params: dict[str, Param] = {}
     for source, function in (encode, decode):
-        for p in check.signature(source, function).params:
+        for p in signature(source, function).params:
             if p.name in params and params[p.name].elem != p.elem:
                 raise UsageError(
                     f"{source.file}: {function.name} declares {p.name!r} as {p.elem}, the other "
@@ -399,7 +411,7 @@ def read_any(path: str | Path) -> Program:
     if len(functions) != 1 or _beside(Path(path), *functions):
         return read_program(path)
     [(have, function)] = functions.items()
-    params = check.signature(source, function).params
+    params = signature(source, function).params
     # The pair holds the one function twice; `BoundHalf` never uses the one that is missing.
     pair = Pair((source, function), (source, function))
     return Half(function.name.removesuffix(have) or "Program", pair, params, source.text)

@@ -47,6 +47,10 @@ class Array:
     """The program's name for it, for readers only."""
 
     @property
+    def is_state(self) -> bool:
+        return self.name.startswith(("state", "residual", "momentum"))
+
+    @property
     def type(self) -> Type:
         return "float" if self.storage in ("f32", "f16", "bf16") else "int"
 
@@ -93,6 +97,7 @@ OPS = {
     "n": "elements of the gradient",
     "idx": "index of this element in the pass's domain; attr is the domain's length",
     "lidx": "index of this element in its block",
+    "ridx": "index in a row of this block; attr is (elements of a block, elements of a row)",
     "bnum": "number of this block",
     "bstart": "index of the block's first element",
     "blen": "elements in this block",
@@ -104,6 +109,7 @@ OPS = {
     "count": "elements that the filter attr let through",
     "taken": "whether the filter attr let this element through",
     "pick": "element args[0] of the sorted array attr",
+    "local": "element args[0] of the block's own array attr",
     "flagged": "whether frame number attr says that it holds a NaN or an infinity",
     **dict.fromkeys(
         ("add", "sub", "mul", "shl", "shr", "and", "or", "xor", "inv", "neg"), "as in C"
@@ -117,6 +123,8 @@ OPS = {
     **dict.fromkeys(("min", "max", "abs", "floor", "sqrt", "exp2", "log2"), "as in Python's math"),
     "sign": "-1, 0 or 1",
     "exponent": "of a float: floor(log2(abs(x))); -150 for 0, 128 for NaN and infinities",
+    "bits": "of a float as an int from 0 to 2**32 - 1",
+    "from_bits": "the float of the low 32 bits of an int",
     "power": "2.0 to an int from -126 to 127, exact",
     "float": "int or bool to float",
     "int": "float (towards zero; NaN is 0) or bool to int",
@@ -126,6 +134,16 @@ OPS = {
     "finite": "neither NaN nor infinite",
     "sent": "a host value rounded to binary32, as a payload carries it",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A domain of `count` places for each block; the first `length` of them are in use."""
+
+    block: int
+    count: int
+    length: Expr
+    """The same for the block; `count` at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,10 +160,44 @@ class Fold:
     """For `fold`: the value of f(`carry`, `item`), two const-free leaves below."""
     carry: Expr | None = None
     item: Expr | None = None
+    row: Row | None = None
+    """With `block`: the row that it goes over, if not the block's elements."""
 
     @property
     def exprs(self) -> list[Expr]:
-        return [self.body, self.init, *([self.combine] if self.combine is not None else [])]
+        more = [self.combine] if self.combine is not None else []
+        return [self.body, self.init, *more, *([self.row.length] if self.row is not None else [])]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Local:
+    """An array that a block has for itself while it is in cache.
+
+    `filter`, `sort` and `largest` hold places in the block (or row) that they go over; places that
+    are not used are 0.
+    """
+
+    kind: Literal["keep", "scan", "filter", "sort", "largest", "scatter"]
+    type: Type
+    body: Expr
+    """What is kept, scanned or added; whether a filter takes the place; the key of an order."""
+    block: int
+    row: Row | None
+    """What it goes over, if not the block's elements."""
+    room: int
+    """Most elements."""
+    index: Expr | None = None
+    """Of a `scatter`: where each element is added."""
+    size: Expr | None = None
+    """Of a `scatter`: its length."""
+    fold: Fold | None = None
+    """Of a `scan`."""
+
+    @property
+    def exprs(self) -> list[Expr]:
+        more = [self.index, self.size, None if self.row is None else self.row.length]
+        scan = [] if self.fold is None else self.fold.exprs
+        return [self.body, *scan, *(e for e in more if e is not None)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,14 +230,17 @@ class Store:
 
     array: Array
     value: Expr
+    row: Row | None = None
+    """For one element of each block's row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One loop over the elements of a tile; folds are ready when it ends."""
+    """One loop over the elements of a tile; folds and locals are ready when it ends."""
 
     folds: tuple[Fold, ...] = ()
     stores: tuple[Store, ...] = ()
+    locals: tuple[Local, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +252,12 @@ class Loop:
     phases: tuple[Phase, ...]
     block_stores: tuple[Store, ...] = ()
     """One value per block, written when the phases are through."""
+    row_stores: tuple[Store, ...] = ()
+    """One row per block, written then too."""
+
+    @property
+    def locals(self) -> list[Local]:
+        return [x for phase in self.phases for x in phase.locals]
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +336,10 @@ def pass_folds(p: Pass) -> list[Fold]:
 def pass_stores(p: Pass) -> list[Store]:
     """Returns what a pass writes, element by element or block by block."""
     if isinstance(p, Loop):
-        return [s for phase in p.phases for s in phase.stores] + list(p.block_stores)
+        return [s for phase in p.phases for s in phase.stores] + [
+            *p.block_stores,
+            *p.row_stores,
+        ]
     if isinstance(p, Compact):
         return [*p.emits, *p.stores]
     return list(p.stores) if isinstance(p, Scalars) else []
@@ -285,7 +349,8 @@ def pass_exprs(p: Pass) -> list[Expr]:
     """Returns every value that a pass computes, those inside its reductions among them."""
     exprs = [e for f in pass_folds(p) for e in f.exprs] + [s.value for s in pass_stores(p)]
     if isinstance(p, Loop):
-        exprs.append(p.length)
+        exprs += [p.length, *(e for x in p.locals for e in x.exprs)]
+        exprs += [s.row.length for s in p.row_stores if s.row is not None]
     elif isinstance(p, Compact):
         exprs += [p.filter.keep, p.filter.capacity, p.length]
     elif isinstance(p, Scan):
@@ -373,20 +438,22 @@ def behind(e: Expr) -> list[Expr]:
         return [*e.attr.exprs, e.attr.length]
     if e.op in ("count", "taken"):
         return [e.attr.keep]
+    if e.op == "local":
+        return e.attr.exprs  # type: ignore[no-any-return]
     return [e.attr.value, e.attr.key] if e.op == "pick" else []
 
 
 def with_blocks(roots: Iterable[Expr]) -> list[Expr]:
-    """Returns `roots` and the values inside the block reductions below them.
+    """Returns `roots` and the values inside the block reductions and locals below them.
 
-    Block reductions run in the same pass as the values that use them.
+    These run in the same pass as the values that use them.
     """
     roots = list(roots)
     found: dict[Expr, None] = {}
     todo = list(roots)
     while todo:
         for e in walk([todo.pop()]):
-            if e.op == "fold" and e.attr.block is not None:
+            if e.op == "local" or (e.op == "fold" and e.attr.block is not None):
                 new = [x for x in e.attr.exprs if x not in found]
                 found.update(dict.fromkeys(new))
                 todo += new
@@ -399,10 +466,29 @@ def block_sizes(exprs: Iterable[Expr]) -> set[int]:
     for e in walk(with_blocks(exprs)):
         if e.op in ("lidx", "bnum", "bstart", "blen"):
             sizes.add(e.attr)
-        elif e.op == "fold":
+        elif e.op == "ridx":
+            sizes.add(e.attr[0])
+        elif e.op in ("fold", "local"):
             sizes.add(e.attr.block)
     return {size for size in sizes if size is not None}
 
 
 def loads(roots: Iterable[Expr]) -> list[Array]:
     return list(dict.fromkeys(e.attr for e in walk(roots) if e.is_load))
+
+
+def is_own(e: Expr) -> bool:
+    """Whether a load is of the element, the block or the one number that its pass is at."""
+    single = e.attr.length.op == "const" and e.attr.length.attr == 1
+    return e.op == "load" and (e.args[0].op in ("idx", "bnum") or single)
+
+
+def row_count(length: Expr) -> int:
+    """Returns the elements of a row, given those of all rows: a number of blocks times that."""
+    assert length.op == "mul" and length.args[1].op == "const"
+    return int(length.args[1].attr)
+
+
+def splits_bytes(array: Array, count: int) -> bool:
+    """Whether rows of packed codes start inside a byte: such codes are read one by one."""
+    return count * STORAGE_BITS[array.storage] % 8 != 0

@@ -21,7 +21,7 @@ from hipress.casync.engine.exchange import Exchange
 from hipress.casync.engine.executors import Executor, OrderedExecutor
 from hipress.casync.engine.handle import CallbackThreads, Handle
 from hipress.casync.engine.memory import keep_for
-from hipress.casync.engine.recipe import Options, Recipe, without_state
+from hipress.casync.engine.recipe import Options, Recipe, check_state, without_state
 from hipress.casync.engine.state_store import StateStore
 from hipress.casync.engine.transport import LinkError, Transport, connections, opened_sockets
 from hipress.casync.graphs import strategies
@@ -483,6 +483,7 @@ class Engine:
         made = named_codec(codec) if isinstance(codec, str) else codec
         if names is None:
             made = without_state(made)
+        check_state(made)
         for value in values:
             _check(value, first, self.device, plain=known.sums_in_transport(made.name))
         if not first.is_floating_point() and not total:

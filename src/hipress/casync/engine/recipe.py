@@ -14,6 +14,7 @@ from hipress.casync.graphs.shape import Shape
 from hipress.codecs.base import Codec
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.passes.derive import PLAIN
+from hipress.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +153,13 @@ def without_state(codec: Codec) -> Codec:
     if isinstance(codec, ProgramCodec) and (codec.variant.feedback or codec.variant.momentum):
         return codec.with_variant(PLAIN, codec.name)
     return codec
+
+
+def check_state(codec: Codec) -> None:
+    """Refuses a codec whose state cannot be cut and joined with the gradient."""
+    if isinstance(codec, ProgramCodec) and codec.uneven_state:
+        raise UsageError(
+            f"{codec.name} keeps {codec.uneven_state!r}, which is not one float for each element; "
+            "an exchange cuts, groups and saves states by elements: keep it as a float* of the "
+            "gradient's length, or call encode and decode yourself."
+        )

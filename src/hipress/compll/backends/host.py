@@ -18,6 +18,8 @@ _HOST = {
     **{op: f"_host_{op}({{}}, {{}})" for op in ("div", "idiv", "imod", "shl", "shr")},
     **{op: f"_host_{op}({{}})" for op in ("floor", "sqrt", "exponent", "exp2", "log2")},
     "float": "_host_float({})",
+    "bits": "int(np.float32({}).view(np.uint32))",
+    "from_bits": "float(np.uint32({} & 0xFFFFFFFF).view(np.float32))",
     "int": "_host_int({})",
     "round_f16": "_host_f16({})",
     "round_bf16": "_host_bf16({})",

@@ -210,7 +210,9 @@ class MachinePrinter(Printer):
             return f"_to_small_int({args[0]})" if e.narrow else f"_to_int({args[0]})"
         if e.op == "uint":
             return self.to_uint(e, args[0])
-        if e.op in ("finite", "exponent"):
+        if e.op == "from_bits":
+            return f"_from_bits({self.cast(args[0], 'i64')})"
+        if e.op in ("finite", "exponent", "bits"):
             return f"_{e.op}({args[0]})"
         return self.FLOAT[e.op].format(*args) if e.type == "float" else self._spell_int(e, args)
 

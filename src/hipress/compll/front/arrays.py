@@ -2,19 +2,21 @@
 
 No array is stored unless something needs it in memory: `at(i)` gives the value of one element, so
 a chain of maps is one expression and one pass. Filters, sorts, scans and scatters are the
-barriers; a `Draft` collects the writes they and the program's outputs need.
+barriers; a `Draft` (see `draft`) collects the writes they and the program's outputs need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from hipress.compll import ir
-from hipress.compll.front.graph import INT, ElemType, Graph, convert
-from hipress.compll.ir import Array, Expr, Fold, walk
+from hipress.compll.front.graph import ElemType, Graph, convert
+from hipress.compll.ir import Array, Expr
+
+if TYPE_CHECKING:
+    from hipress.compll.front.draft import Draft
 
 
 class ArrayValue(Protocol):
@@ -44,6 +46,42 @@ class Stored:
 
     def at(self, ix: Expr) -> Expr:
         return self.draft.graph.load(self.array, ix)
+
+
+@dataclass(frozen=True, slots=True)
+class InBytes:
+    """Codes of 3, 5, 6 or 12 bits in an array of bytes, low bits first."""
+
+    draft: Draft
+    array: Array
+    elem: ElemType
+    length: Expr
+
+    def at(self, ix: Expr) -> Expr:
+        g, bits = self.draft.graph, self.elem.bits
+        if ix is not g.idx(self.length):
+            last = g.binary("sub", self.length, g.const(1))
+            ix = g.binary("max", g.binary("min", ix, last), g.const(0))
+        bit = g.binary("mul", ix, g.const(bits))
+        byte = g.binary("shr", bit, g.const(3))
+        low = g.load(self.array, byte)
+        high = g.load(self.array, g.binary("add", byte, g.const(1)))
+        both = g.binary("or", low, g.binary("shl", high, g.const(8)))
+        code = g.binary("shr", both, g.binary("and", bit, g.const(7)))
+        return g.binary("and", code, g.const(2**bits - 1))
+
+
+def byte_of(g: Graph, codes: Array, length: Expr, bits: int, j: Expr) -> Expr:
+    """Returns byte j of codes that stand side by side; beyond the last code there are zeros."""
+    bit = g.binary("mul", j, g.const(8))
+    first = g.binary("idiv", bit, g.const(bits))
+    skip = g.binary("sub", bit, g.binary("mul", first, g.const(bits)))
+    total = g.const(0)
+    for k in range(-(-(7 + bits) // bits)):
+        at = g.binary("add", first, g.const(k))
+        code = g.select(g.binary("lt", at, length), g.load(codes, at), g.const(0))
+        total = g.binary("or", total, g.binary("shl", code, g.const(k * bits)))
+    return g.binary("and", g.binary("shr", total, skip), g.const(255))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +117,24 @@ class Kept:
     def at(self, ix: Expr) -> Expr:
         array = self.draft.emitted(self.filter, self.element, self.elem)
         return self.draft.graph.load(array, ix)
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A filtered array as a payload holds it, with as many elements as it has room for.
+
+    `taken` is the part that `first` returns: what a pass computes for itself, without memory.
+    """
+
+    taken: ArrayValue
+    length: Expr
+    at: Callable[[Expr], Expr]
+    is_zero: bool
+    """Whether the rest is zeros."""
+
+    @property
+    def elem(self) -> ElemType:
+        return self.taken.elem
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +214,22 @@ class PerBlock(_FromBlocks):
         return self.draft.blocks(self.size)
 
 
+@dataclass(frozen=True, slots=True)
+class InRows(_FromBlocks):
+    """An array with a row of `count` elements for each block of the gradient."""
+
+    count: int
+
+    @property
+    def length(self) -> Expr:
+        g = self.draft.graph
+        return g.binary("mul", self.draft.blocks(self.size), g.const(self.count))
+
+    @property
+    def row(self) -> ir.Row:
+        return ir.Row(self.size, self.count, self.draft.graph.const(self.count))
+
+
 class InBlocks(_FromBlocks):
     """An array as long as the gradient, made block by block."""
 
@@ -187,200 +259,23 @@ class Sliced:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """`array[i] = value` over a whole domain."""
-
-    array: Array
-    value: Expr
-    length: Expr
-    """The domain; for `block`, the gradient's."""
-    final: bool
-    """An output: nothing in this kernel reads it back, so a later pass will do as well."""
-    each: str = "element"
-    """`element`, `block` or `scalar`: how many values there are."""
-    block: int | None = None
-    """For `block`: the block size."""
-
-
-@dataclass(eq=False)
-class Draft:
-    """What a kernel has to write, before it is cut into passes."""
+class SlicedRow:
+    """A block's row of an array that has `count` elements for each block."""
 
     graph: Graph
-    writes: list[Write] = field(default_factory=list)
-    emits: list[tuple[ir.Filter, Array, Expr]] = field(default_factory=list)
-    sorts: list[ir.Sort] = field(default_factory=list)
-    scans: list[ir.Scan] = field(default_factory=list)
-    scatters: list[ir.Scatter] = field(default_factory=list)
-    requires: list[ir.Require] = field(default_factory=list)
-    ascending: set[Array] = field(default_factory=set)
-    """Arrays of a payload that hold places in the order in which a filter took them."""
-    temps: list[Array] = field(default_factory=list)
-    folds: dict[tuple[object, ...], Fold] = field(default_factory=dict)
-    """Reductions by what they are, so that equal ones are one."""
-    limits: dict[Expr, Expr] = field(default_factory=dict)
-    """Largest value, known to the host, of each length that is not."""
-    enforces: bool = False
-    """Whether the kernel checks `requires` before anything runs."""
-    fusing: bool = False
-    """Whether values may depend on what a filter took: only those that its own pass writes."""
-    whole: bool = False
-    """Whether values are being made for a pass that has no blocks."""
-    _stored: dict[object, Array] = field(default_factory=dict)
+    array: ArrayValue
+    size: int
+    count: int
 
-    @contextmanager
-    def unblocked(self) -> Iterator[None]:
-        """For values of a pass without blocks: what per scopes made is read from memory."""
-        before, self.whole = self.whole, True
-        try:
-            yield
-        finally:
-            self.whole = before
+    @property
+    def length(self) -> Expr:
+        return self.graph.const(self.count)
 
-    @contextmanager
-    def fused(self, allowed: bool) -> Iterator[None]:
-        """For values that are written by the pass of the filter that they depend on."""
-        before, self.fusing = self.fusing, allowed
-        try:
-            yield
-        finally:
-            self.fusing = before
+    @property
+    def elem(self) -> ElemType:
+        return self.array.elem
 
-    def remembered(self, at: Callable[[Expr], Expr]) -> Callable[[Expr], Expr]:
-        """Returns `at` as a function that computes each element once.
-
-        An array made of two uses of another, and so on, would take twice as long at each step.
-        """
-        known: dict[tuple[Expr, bool, bool], Expr] = {}
-
-        def once(ix: Expr) -> Expr:
-            key = (ix, self.whole, self.fusing)
-            if key not in known:
-                known[key] = at(ix)
-            return known[key]
-
-        return once
-
-    def element(self, value: ArrayValue, ix: Expr, *beside: Expr) -> Expr:
-        """Returns an element for a pass, from memory where it mixes blocks of two sizes.
-
-        The pass computes the values `beside` too.
-        """
-        found = value.at(ix)
-        if len(ir.block_sizes([found, *beside])) <= 1:
-            return found
-        with self.unblocked():
-            return value.at(ix)
-
-    def depends(self, value: Expr, found: ir.Filter) -> bool:
-        """Whether a value needs the result of a filter."""
-        mine = {array for f, array, _ in self.emits if f is found}
-        seen: set[Expr] = set()
-        todo = [value]
-        while todo:
-            for e in walk([todo.pop()], seen):
-                if e.op in ("count", "taken") and e.attr is found:
-                    return True
-                if e.is_load and e.attr in mine:
-                    return True
-                todo += self._made_of(e.attr) if e.is_load else ir.behind(e)
-        return False
-
-    def exprs(self) -> list[Expr]:
-        out = [w.value for w in self.writes] + [value for _, _, value in self.emits]
-        out += [e for s in self.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
-        out += [e for scan in self.scans for e in scan.fold.exprs]
-        out += [e for s in self.scatters for e in (s.length, s.index, s.value)]
-        return out + [r.cond for r in self.requires]
-
-    def _made_of(self, array: Array) -> list[Expr]:
-        made = [w.value for w in self.writes if w.array is array]
-        made += [value for _, target, value in self.emits if target is array]
-        made += [e for s in self.scans if s.array is array for e in s.fold.exprs]
-        made += [e for s in self.scatters if s.array is array for e in (s.length, s.index, s.value)]
-        return made + [s.value for s in self.sorts if s.values is array]
-
-    def blocks(self, size: int) -> Expr:
+    def at(self, ix: Expr) -> Expr:
         g = self.graph
-        return g.binary("idiv", g.binary("add", g.n, g.const(size - 1)), g.const(size))
-
-    def capacity(self, value: ArrayValue) -> Expr:
-        """Returns the most elements an array can have, known to the host."""
-        return self.limits.get(value.length, value.length)
-
-    def temp(self, elem: ElemType, length: Expr) -> Array:
-        """Returns new memory for a value between two passes; nothing is packed there."""
-        storage = elem.storage
-        if elem.kind == "uint" and elem.bits < 8:
-            storage = "u8"
-        elif elem.kind in ("float16", "bfloat16"):
-            storage = "f32"
-        array = Array(f"temp{len(self.temps)}", storage, self.limits.get(length, length))
-        self.temps.append(array)
-        return array
-
-    def stored(self, value: ArrayValue) -> Array:
-        """Returns `value` in memory, which is written once only."""
-        if isinstance(value, Stored):
-            return value.array
-        if isinstance(value, Kept):
-            return self.emitted(value.filter, value.element, value.elem)
-        if isinstance(value, Ordered):
-            value.sort.whole = True
-            return value.sort.values
-        if isinstance(value, Spread) and value.elem.kind != "uint":
-            return self.spread(value)
-        if isinstance(value, PerBlock):
-            key: object = ("block", value.value)
-            if key not in self._stored:
-                self._stored[key] = self.temp(value.elem, value.length)
-                self.writes.append(
-                    Write(self._stored[key], value.value, self.graph.n, False, "block", value.size)
-                )
-            return self._stored[key]
-        before, self.whole = self.whole, False  # written by a pass of its own, which has blocks
-        body = self.element(value, self.graph.idx(value.length))
-        self.whole = before
-        key = ("element", body, value.elem)
-        if key not in self._stored:
-            self._stored[key] = self.temp(value.elem, value.length)
-            self.writes.append(Write(self._stored[key], body, value.length, False))
-        return self._stored[key]
-
-    def emitted(self, found: ir.Filter, value: Expr, elem: ElemType) -> Array:
-        """Returns the array that collects `value` of each element that `found` takes."""
-        key = ("emit", found, value, elem)
-        if key not in self._stored:
-            self._stored[key] = self.temp(elem, found.capacity)
-            self.emits.append((found, self._stored[key], value))
-        return self._stored[key]
-
-    def spread(self, value: Spread) -> Array:
-        key = ("spread", value)
-        if key not in self._stored:
-            # Wide, so that codes may add up; who reads it saturates them again.
-            target = self.temp(INT if value.elem.kind == "uint" else value.elem, value.length)
-            self._stored[key] = target
-            self.scatter_into(target, value, clear=True)
-        return self._stored[key]
-
-    def scatter_into(self, target: Array, value: Spread, *, clear: bool) -> None:
-        """Plans the scatter itself, into memory that exists."""
-        ix = self.graph.idx(value.index.length)
-        with self.unblocked():
-            index, added = value.index.at(ix), value.value.at(ix)
-        distinct = isinstance(value.index, Computed | Stored) and value.index.distinct
-        bad = None
-        if distinct and index.is_load and index.attr in self.ascending:
-            # Who sent the payload took them in order; it may have been damaged since.
-            g = self.graph
-            before = value.index.at(g.binary("sub", ix, g.const(1)))
-            follows = g.binary("lt", g.const(0), ix)
-            bad = g.logic("land", follows, g.binary("le", index, before))
-        scatter = ir.Scatter(value.index.length, index, added, target, clear, distinct, bad)
-        self.scatters.append(scatter)
-
-    def scanned(self, fold: Fold, elem: ElemType) -> Array:
-        array = self.temp(elem, fold.length)
-        self.scans.append(ir.Scan(fold, array))
-        return array
+        start = g.binary("mul", g.block("bnum", self.size), g.const(self.count))
+        return self.array.at(g.binary("add", start, ix))

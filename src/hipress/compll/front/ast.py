@@ -147,6 +147,15 @@ class Per(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class Repeat(Node):
+    """`repeat (i, count) { ... }`: the statements for each i from 0 to count - 1."""
+
+    name: str
+    count: Expr
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Do(Node):
     """An expression on its own line; only `extract(...)` means something there."""
 
@@ -160,6 +169,8 @@ class Arg(Node):
     type: TypeName
     name: str
     inout: bool = False
+    size: Expr | None = None
+    """The length of a state that is not as long as the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,4 +202,4 @@ class Source:
 
 
 Expr: TypeAlias = Number | Name | Unary | Binary | Ternary | Member | Index | Call | Lambda
-Statement: TypeAlias = Declare | Assign | If | Return | Per | Do
+Statement: TypeAlias = Declare | Assign | If | Return | Per | Repeat | Do

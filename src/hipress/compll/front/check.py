@@ -15,43 +15,23 @@ from hipress.compll.front import ast
 from hipress.compll.front.arrays import (
     ArrayValue,
     Computed,
-    Draft,
     InBlocks,
+    InRows,
     PerBlock,
     Sliced,
+    SlicedRow,
     Stored,
 )
+from hipress.compll.front.draft import Draft
 from hipress.compll.front.expressions import Expressions
-from hipress.compll.front.graph import BOOL, FLOAT, ElemType, Graph, TooDeep, convert
-from hipress.compll.front.parse import TYPES, fail
+from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, TooDeep, convert
+from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
+from hipress.compll.front.signature import Param, ParamValue, Signature, signature
 from hipress.compll.ir import Array, Expr, Require
 
-ParamValue = int | float
-
-
-@dataclass(frozen=True, slots=True)
-class Param:
-    """A parameter of a program, as its signature or a param block declares it."""
-
-    name: str
-    elem: ElemType
-    default: ParamValue | None
-
-    @property
-    def runtime(self) -> bool:
-        """Floats are passed at run time; integers are known when kernels are made."""
-        return self.elem.kind == "float"
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The arguments of a function, by role."""
-
-    gradient: ast.Arg
-    payload: ast.Arg
-    states: tuple[ast.Arg, ...]
-    params: tuple[Param, ...]
+MAX_TURNS = 64
+"""Most turns of a `repeat`: each is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,66 +48,8 @@ class Evaluated:
 
     parts: tuple[Part, ...]
     gradient: ArrayValue | None
-    states: tuple[ArrayValue, ...]
-
-
-def signature(source: ast.Source, function: ast.Function) -> Signature:
-    """Sorts the arguments of an encode or decode function by role."""
-    check = Expressions(source, Draft(Graph()))
-    arrays = [a for a in function.args if a.type.array]
-    states = tuple(a for a in arrays if a.inout)
-    gradients = [a for a in arrays if not a.inout and a.type.base == "float"]
-    payloads = [a for a in arrays if not a.inout and a.type.base == "uint8"]
-    for a in arrays:
-        if a.type.base not in ("float", "uint8") or (a.inout and a.type.base != "float"):
-            check.fail(
-                a,
-                f"argument {a.name!r}: arrays are float* (gradient), uint8* (payload) or "
-                "inout float* (state)",
-            )
-    if len(gradients) != 1 or len(payloads) != 1:
-        check.fail(
-            function,
-            f"{function.name} takes {len(gradients)} float* and {len(payloads)} uint8* arguments; "
-            "exactly one of each is needed: the gradient and the payload",
-        )
-    if states and function.name.endswith("Decode"):
-        check.fail(states[0], "a decode function keeps no state; remove the inout argument")
-    params: list[Param] = []
-    blocks = {b.name: b for b in source.params}
-    for a in function.args:
-        if a.type.array:
-            continue
-        if a.type.base in blocks:
-            params.extend(_fields(check, blocks[a.type.base]))
-        elif a.type.base[0].isupper() or a.type.base not in _SCALARS:
-            known = ", ".join(sorted(blocks)) or "none"
-            message = f"{a.type.base!r} is not a type; param blocks in this file: {known}"
-            check.fail(a, f"{message}; types: {TYPES}")
-        else:
-            params.append(Param(a.name, check.elem(a.type, Env()), None))
-    names = [p.name for p in params]
-    for name in names:
-        if names.count(name) > 1:
-            check.fail(function, f"two parameters are called {name!r}; rename one")
-    return Signature(gradients[0], payloads[0], states, tuple(params))
-
-
-_SCALARS = ("float", "int", "uint", "uint1", "uint2", "uint4", "uint8", "uint16", "uint32")
-
-
-def _fields(check: Expressions, block: ast.ParamBlock) -> list[Param]:
-    params = []
-    for f in block.fields:
-        elem = check.elem(f.type, Env())
-        default: ParamValue | None = None
-        if f.value is not None:
-            value = check.scalar(f.value, Env())
-            if value.op != "const":
-                check.fail(f.value, "the default of a parameter must be a literal")
-            default = float(value.attr) if elem.kind == "float" else int(value.attr)
-        params.append(Param(f.name, elem, default))
-    return params
+    states: tuple[tuple[Array, Scalar | ArrayValue], ...] = ()
+    """Each state, and what it is after the step."""
 
 
 def evaluate(
@@ -137,13 +59,12 @@ def evaluate(
     *,
     params: Mapping[str, ParamValue],
     gradient: ArrayValue | None = None,
-    states: Sequence[ArrayValue] = (),
     payload: Sequence[Part] | None = None,
 ) -> Evaluated:
     """Evaluates `function` with symbolic arguments; `draft` collects barriers and requirements.
 
     `params` gives every integer parameter a value (float ones stay symbolic). Encode reads
-    `gradient` and `states`, decode `payload` (None while its encode function is not known).
+    `gradient`, decode `payload` (None while its encode function is not known).
     """
     checker = _Checker(source, draft, dict(params))
     roles = signature(source, function)
@@ -151,8 +72,7 @@ def evaluate(
     if gradient is not None:
         env.names[roles.gradient.name] = gradient
         env.names[roles.payload.name] = Unset(ElemType("uint", 8), True, None)
-        for arg, state in zip(roles.states, states, strict=True):
-            env.names[arg.name] = state
+        states = [checker.state(k, arg, env) for k, arg in enumerate(roles.states)]
     else:
         checker.payload_name, checker.payload = roles.payload.name, payload
         checker.decoding = True
@@ -164,13 +84,13 @@ def evaluate(
         if isinstance(made, Unset):
             checker.fail(function, f"{function.name} never assigns {roles.gradient.name!r}")
         assert not isinstance(made, Scalar | Func | Struct)
-        return Evaluated((), made, ())
+        return Evaluated((), made)
     if checker.parts is None:
         checker.fail(
             function, f"{function.name} never assigns {roles.payload.name!r} = concat(...)"
         )
-    finals = tuple(env.names[a.name] for a in roles.states)
-    return Evaluated(checker.parts, None, finals)  # type: ignore[arg-type]
+    finals = [(state, env.names[a.name]) for state, a in zip(states, roles.states, strict=True)]
+    return Evaluated(checker.parts, None, tuple(finals))  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -203,11 +123,24 @@ class _Checker(Expressions):
             if arg.type.base in blocks:
                 names = [f.name for f in blocks[arg.type.base].fields]
                 env.names[arg.name] = Struct({name: values[name] for name in names})
-            elif not arg.type.array:
-                env.names[arg.name] = values[arg.name]
-            else:
+            elif arg.type.array or arg.inout:
                 env.names[arg.name] = Unset(FLOAT, True, None)
+            else:
+                env.names[arg.name] = values[arg.name]
         return env
+
+    def state(self, k: int, arg: ast.Arg, env: Env) -> Array:
+        """Returns the memory of a state, and gives its name the value of the step before."""
+        elem, length = self.elem(arg.type, env), self.graph.n
+        if arg.size is not None:
+            length = self.size(arg.size, env)
+        elif not arg.type.array:
+            length = self.graph.const(1)
+        array = Array(f"state{k}", elem.storage, length, arg.name)
+        env.names[arg.name] = Stored(self.draft, array, elem)
+        if not (arg.type.array or arg.size is not None):
+            env.names[arg.name] = Scalar(self.graph.load(array, self.graph.const(0)), elem)
+        return array
 
     def _param(self, function: ast.Function, param: Param) -> Scalar:
         if param.runtime:
@@ -231,6 +164,8 @@ class _Checker(Expressions):
             self._if(s, env)
         elif isinstance(s, ast.Per):
             self._per(s, env)
+        elif isinstance(s, ast.Repeat):
+            self._repeat(s, env)
         elif isinstance(s, ast.Do):
             call = s.value
             if not (isinstance(call, ast.Call) and call.name == "extract"):
@@ -293,6 +228,21 @@ class _Checker(Expressions):
         self.statements(s.no, Env(outer=env))
         self.merge(s, cond, yes, env)
 
+    def _repeat(self, s: ast.Repeat, env: Env) -> None:
+        count = self.scalar(s.count, env)
+        if count.op != "const" or count.type != "int" or not 0 <= count.attr <= MAX_TURNS:
+            self.fail(
+                s.count,
+                "the number of turns is made of integer parameters and literals, from 0 to "
+                f"{MAX_TURNS}",
+            )
+        around = self.turns
+        for turn in range(count.attr):
+            self.turns = (*around, turn)
+            number = Scalar(self.graph.const(turn), INT)
+            self.statements(s.body, Env({s.name: number}, env))
+        self.turns = around
+
     def _per(self, s: ast.Per, env: Env) -> None:
         if env.per() is not None:
             self.fail(s, "a per scope cannot stand inside another")
@@ -308,9 +258,9 @@ class _Checker(Expressions):
         scope = Env(outer=env, block=size.attr)
         self.statements(s.body, scope)
         for name, made in scope.names.items():
-            if isinstance(made, Scalar | Computed | Sliced):
+            if isinstance(made, Scalar | Computed | Sliced | SlicedRow):
                 old = env.names.get(name)
-                if old is not None and not isinstance(old, PerBlock | InBlocks):
+                if old is not None and not isinstance(old, PerBlock | InBlocks | InRows):
                     self.fail(s, f"{name!r} is declared twice")
                 env.names[name] = self._leave(name, made, s, scope)
 
@@ -321,13 +271,22 @@ class _Checker(Expressions):
         if isinstance(made, Scalar):
             return PerBlock(self.draft, made.value, size, made.elem)
         assert not isinstance(made, Func | Struct | Unset)
-        if made.length is not self.graph.block("blen", size):
+        g = self.graph
+        if made.length is g.block("blen", size):
+            return InBlocks(self.draft, made.at(g.block("lidx", size)), size, made.elem)
+        most = self.draft.capacity(made)
+        if most.op != "const" or most.attr <= 0:
             self.fail(
                 node,
-                f"{name!r} leaves the per scope with {self.show(made.length)} "
-                "in each block; only arrays as long as the block can",
+                f"{name!r} leaves the per scope with {self.show(made.length)} in each block; only "
+                "arrays as long as the block, or with a fixed number of places, can",
             )
-        return InBlocks(self.draft, made.at(self.graph.block("lidx", size)), size, made.elem)
+        index = g.ridx(size, most.attr)
+        value = made.at(index)
+        if made.length is not most:  # places that are not used are zero
+            in_use = g.binary("lt", index, made.length)
+            value = g.select(in_use, value, convert(g, g.const(0), made.elem))
+        return InRows(self.draft, value, size, made.elem, most.attr)
 
     def _part(self, node: ast.Expr, env: Env) -> Part:
         value = self.value(node, env)

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from hipress.compll.front import ast, operators
-from hipress.compll.front.arrays import ArrayValue, Draft, InBlocks, Sliced, Stored
+from hipress.compll.front.arrays import ArrayValue, InBlocks, InRows, Sliced, SlicedRow, Stored
+from hipress.compll.front.draft import Draft
 from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, TooDeep, convert
 from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.ir import Expr
 
-WIDTHS = (1, 2, 4, 8, 16, 32)
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 MAX_DEPTH = 100
 MAX_BLOCKS = 40
 MAX_WORK = 100_000
@@ -41,7 +42,9 @@ class Expressions:
         self.decoding = False
         self.reducing = False
         self.work = 0
-        self._sites: dict[ast.Pos, int] = {}
+        self.turns: tuple[int, ...] = ()
+        """The turns of the `repeat`s around the statement being evaluated."""
+        self._sites: dict[object, int] = {}
 
     @contextmanager
     def nested(self, body: Sequence[ast.Statement]) -> Iterator[None]:
@@ -58,8 +61,8 @@ class Expressions:
         fail(self.source.file, self.source.text, node.pos, message)
 
     def site(self, pos: ast.Pos) -> int:
-        """Each `random` in the text draws its own numbers."""
-        return self._sites.setdefault(pos, len(self._sites))
+        """Each `random` in the text draws its own numbers, in each turn of a `repeat` others."""
+        return self._sites.setdefault((pos, self.turns), len(self._sites))
 
     def elem(self, type_: ast.TypeName, env: Env) -> ElemType:
         if type_.width is not None and type_.base != "uint":
@@ -175,13 +178,22 @@ class Expressions:
         if isinstance(found, Scalar | Func | Struct | Unset):
             return found
         assert scope.block is not None
-        if isinstance(found, InBlocks) and found.size != scope.block:
+        if isinstance(found, InBlocks | InRows) and found.size != scope.block:
             found = Stored(self.draft, self.draft.stored(found), found.elem)
         if found.length is self.graph.n:
             return Sliced(self.graph, found, scope.block)
         if found.length is self.draft.blocks(scope.block):
             return Scalar(found.at(self.graph.block("bnum", scope.block)), found.elem)
-        return found
+        count = self._row_count(found.length, scope.block)
+        return found if count is None else SlicedRow(self.graph, found, scope.block, count)
+
+    def _row_count(self, length: Expr, block: int) -> int | None:
+        """Returns the elements for each block of an array that has some for each."""
+        blocks = self.draft.blocks(block)
+        if length.op != "mul" or blocks not in length.args:
+            return None
+        [count] = [a for a in length.args if a is not blocks] or [blocks]
+        return int(count.attr) if count.op == "const" and count.attr > 0 else None
 
     def _member(self, node: ast.Member, env: Env) -> Binding:
         value = self.value(node.value, env)
@@ -272,7 +284,8 @@ class Expressions:
         value = self.scalar(node, env)
         if value.type != "int":
             self.fail(node, "a size is an int; this is a float (use floor and an int variable)")
-        if not (value.host or value.op in ("count", "blen")):
+        in_row = value.variance == 1 and value in self.draft.limits
+        if not (value.host or value.op in ("count", "blen") or in_row):
             self.fail(node, "a size is made of sizes and parameters; this depends on the gradient")
         return value
 
@@ -323,7 +336,7 @@ class Expressions:
             self.fail(node, f"the lambda takes {len(code.args)} arguments; {len(args)} were given")
         env = Env(outer=func.env)
         for arg, value in zip(code.args, args, strict=True):
-            if arg.type.array or arg.inout:
+            if arg.type.array or arg.inout or arg.size is not None:
                 self.fail(arg, "a lambda takes numbers; capture arrays by name instead")
             elem = self.elem(arg.type, func.env)
             env.names[arg.name] = Scalar(convert(self.graph, value, elem), elem)

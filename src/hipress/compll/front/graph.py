@@ -18,6 +18,7 @@ from hipress.compll.ir import (
     Expr,
     Filter,
     Fold,
+    Local,
     Sort,
     Type,
 )
@@ -38,7 +39,13 @@ class ElemType:
     @property
     def storage(self) -> str:
         names = {"float": "f32", "int": "i64", "float16": "f16", "bfloat16": "bf16"}
-        return names.get(self.kind) or f"u{self.bits}"
+        whole = {3: 8, 5: 8, 6: 8, 12: 16}
+        return names.get(self.kind) or f"u{whole.get(self.bits, self.bits)}"
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether arrays of it are packed into bytes by operations of the language itself."""
+        return self.kind == "uint" and self.bits in (3, 5, 6, 12)
 
 
 FLOAT = ElemType("float")
@@ -56,7 +63,9 @@ class TooDeep(Exception):
     """A value is made of too many operations."""
 
 
-_RUN_TIME = frozenset({"load", "load_clamped", "uniform", "bits32", "fold", "count", "pick"})
+_RUN_TIME = frozenset(
+    {"load", "load_clamped", "uniform", "bits32", "fold", "count", "pick", "local"}
+)
 
 
 @dataclass(eq=False)
@@ -131,6 +140,29 @@ class Graph:
         variance = 2 if op == "lidx" else 1
         return self.make(op, type="int", attr=size, bounds=(0, hi), variance=variance)
 
+    def blocks(self, size: int) -> Expr:
+        """Returns how many blocks of `size` hold the gradient."""
+        return self.binary(
+            "idiv", self.binary("add", self.n, self.const(size - 1)), self.const(size)
+        )
+
+    def ridx(self, size: int, count: int) -> Expr:
+        bounds = (0, max(count - 1, 0))
+        return self.make("ridx", type="int", attr=(size, count), bounds=bounds, variance=2)
+
+    def local(self, local: Local, index: Expr) -> Expr:
+        if local.kind in ("filter", "sort", "largest"):
+            most = local.block if local.row is None else local.row.count
+            bounds = (0, max(most - 1, 0))
+        else:
+            bounds = (local.body.lo, local.body.hi)
+        if local.kind in ("scan", "scatter"):
+            bounds = (INT_MIN, INT_MAX)
+        variance = max(1, index.variance)
+        return self.make(
+            "local", index, type=local.type, attr=local, bounds=bounds, variance=variance
+        )
+
     def load(self, array: Array, index: Expr) -> Expr:
         aligned = index.op == "idx" and index.attr is array.length
         fixed = index.op == "const" and array.length.op == "const"
@@ -170,6 +202,10 @@ class Graph:
             return a
         if op in ("not", "finite"):
             return self.make(op, a, type="bool")
+        if op == "bits":
+            return self.make("bits", a, type="int", bounds=(0, 2**32 - 1))
+        if op == "from_bits":
+            return self.make("from_bits", a, type="float")
         if op == "exponent":
             return self.make("exponent", a, type="int", bounds=(-150, 128))
         if op == "exp2" and a.op == "float" and a.args[0].type == "int":
@@ -207,6 +243,9 @@ class Graph:
                 return self.make("int", small, type="int", bounds=(value.lo, limit.attr))
         if op == "add" and {a.op, b.op} == {"bstart", "lidx"}:
             return self.idx(self.n)
+        if op == "add" and b.op == "ridx" and a.op == "mul" and a.args[0].op == "bnum":
+            if b.attr == (a.args[0].attr, a.args[1].attr):
+                return self.idx(self.binary("mul", self.blocks(b.attr[0]), a.args[1]))
         if op in ("lt", "le", "eq", "ne"):
             return self.make(op, a, b, type="bool")
         return self.make(op, a, b, type=a.type, bounds=_bounds(op, a, b))
@@ -295,7 +334,7 @@ class Graph:
             return self.load(e.attr, args[0])
         if e.op in ("land", "lor"):
             return self.logic(e.op, *args)
-        if e.op in ("uniform", "bits32", "pick", "sent"):
+        if e.op in ("uniform", "bits32", "pick", "local", "sent"):
             return self.make(e.op, *args, type=e.type, attr=e.attr, bounds=(e.lo, e.hi))
         if len(args) == 2:
             return self.binary(e.op, *args)

@@ -6,15 +6,25 @@ number or an array. Arrays stay unwritten where they can: see `arrays`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hipress.compll.front import ast
-from hipress.compll.front.arrays import ArrayValue, Computed, Kept, Ordered, Sliced, Spread, Stored
+from hipress.compll.front import ast, draws, functions, inblock
+from hipress.compll.front.arrays import (
+    ArrayValue,
+    Computed,
+    Kept,
+    Ordered,
+    Padded,
+    Sliced,
+    SlicedRow,
+    Spread,
+    Stored,
+)
 from hipress.compll.front.associative import counter_example
 from hipress.compll.front.graph import FLOAT, INT, ElemType, convert
-from hipress.compll.front.scope import Binding, Env, Func, Scalar
-from hipress.compll.ir import Expr, Filter, Fold, Require, Sort
+from hipress.compll.front.scope import Binding, Env, Scalar
+from hipress.compll.ir import RANDOM, Expr, Filter, Fold, Require, Sort, walk
 
 if TYPE_CHECKING:
     from hipress.compll.front.expressions import Expressions
@@ -24,17 +34,28 @@ Operator = Callable[["Expressions", ast.Call, "Env"], "Binding"]
 
 def element(checker: Expressions, array: ArrayValue, ix: Expr) -> Expr:
     """Returns the element at an index that a program computed: clamped into the array."""
-    if ix is _domain(checker, array.length) or not isinstance(array, Computed | Sliced | Kept):
+    if ix is _domain(checker, array.length) or not isinstance(
+        array, Computed | Sliced | SlicedRow | Kept | Padded
+    ):
         return array.at(ix)  # what lies in memory clamps for itself
     g = checker.graph
+    array = inblock.elsewhere(checker, array)
     last = g.binary("sub", array.length, g.const(1))
-    return array.at(g.binary("max", g.binary("min", ix, last), g.const(0)))
+    if not (ix.lo >= 0 and last.op == "const" and ix.hi <= last.attr):
+        ix = g.binary("max", g.binary("min", ix, last), g.const(0))
+    if array.length.variance != 1 or array.length.op == "blen":
+        return array.at(ix)
+    some = g.binary("lt", g.const(0), array.length)  # a row may have no element in use
+    return g.select(some, array.at(ix), convert(g, g.const(0), array.elem))
 
 
 def retyped(checker: Expressions, value: ArrayValue, elem: ElemType) -> ArrayValue:
     if value.elem == elem:
         return value
     g = checker.graph
+    if isinstance(value, Padded):
+        taken = retyped(checker, value.taken, elem)
+        return Padded(taken, value.length, lambda i: convert(g, value.at(i), elem), value.is_zero)
     if isinstance(value, Kept):
         return Kept(checker.draft, value.filter, elem, lambda i: convert(g, value.source(i), elem))
     return Computed(value.length, elem, lambda i: convert(g, value.at(i), elem))
@@ -47,86 +68,32 @@ def _domain(checker: Expressions, length: Expr) -> Expr:
     return checker.graph.idx(length)
 
 
-def _position(checker: Expressions, length: Expr, ix: Expr) -> Expr:
+def _position(checker: Expressions, env: Env, length: Expr, ix: Expr) -> Expr:
     """Returns the index that `random` draws for: in the whole array, also in a per scope."""
+    g = checker.graph
     if length.op == "blen":
-        return checker.graph.binary("add", checker.graph.block("bstart", length.attr), ix)
+        return g.binary("add", g.block("bstart", length.attr), ix)
+    most, scope = checker.draft.limits.get(length, length), env.per()
+    if scope is not None and scope.block is not None and most.op == "const":
+        return g.binary("add", g.binary("mul", g.block("bnum", scope.block), most), ix)
     return ix
 
 
-def _whole_array(checker: Expressions, node: ast.Call, env: Env, k: int = 0) -> ArrayValue:
-    array = checker.array(node.args[k], env)
-    if array.length.op == "blen":
-        checker.fail(node, f"{node.name} works on whole arrays; it cannot stand in a per scope")
-    return array
-
-
-def _known_array(checker: Expressions, node: ast.Call, env: Env) -> ArrayValue:
-    array = _whole_array(checker, node, env)
-    if not array.length.host:
-        checker.fail(
-            node, f"{node.name} works on arrays whose length is known; this one is filtered"
-        )
-    return array
-
-
 def _indices(checker: Expressions, node: ast.Call, env: Env, k: int) -> ArrayValue:
-    index = _whole_array(checker, node, env, k)
+    index = checker.array(node.args[k], env)
     if index.elem.kind not in ("int", "uint"):
         checker.fail(node.args[k], f"indices are ints; this is {index.elem}*")
     return index
 
 
-_BUILTIN = {
-    **dict.fromkeys(("abs", "floor", "sqrt", "exp2", "log2", "sign", "exponent"), 1),
-    **dict.fromkeys(("min", "max"), 2),
-}
-
-
-_Function = Callable[[list[Expr], Expr | None], Expr]
-"""A function from values, and the position they are taken from, to a value."""
-
-
-def _function(
-    checker: Expressions, node: ast.Expr, env: Env, num_args: int
-) -> tuple[_Function, Func | None]:
-    """Returns a lambda or a built-in as a function, and the lambda."""
-    if isinstance(node, ast.Name) and env.home(node.id) is None and node.id in _BUILTIN:
-        if _BUILTIN[node.id] != num_args:
-            checker.fail(node, f"{node.id} takes {_BUILTIN[node.id]} arguments, not {num_args}")
-        name = node.id
-        return lambda args, position: _apply_builtin(checker, name, args), None
-    func = checker.value(node, env)
-    if not isinstance(func, Func):
-        checker.fail(node, "a lambda is needed here")
-    if len(func.code.args) != num_args:
-        checker.fail(
-            node, f"a lambda of {num_args} arguments is needed; this takes {len(func.code.args)}"
-        )
-    # An array is computed when it is used; the lambda must see its names as they are now.
-    given = Func(func.code, func.env.frozen())
-    return lambda args, position: checker.apply(node, given, args, position).value, given
-
-
-def _apply_builtin(checker: Expressions, name: str, args: list[Expr]) -> Expr:
-    g, value = checker.graph, args[0]
-    if name in ("min", "max"):
-        return g.binary(name, *checker.same(*args))
-    if value.type == "bool":
-        value = g.to_int(value)
-    if name == "floor" and value.type == "int":
-        return value
-    if name in ("sqrt", "exp2", "log2", "exponent"):
-        value = g.to_float(value)
-    return g.unary(name, value)
-
-
 def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`map(a, ..., f)`: f of the elements at each index."""
     arrays = [checker.array(a, env) for a in node.args[:-1]]
-    f, func = _function(checker, node.args[-1], env, len(arrays))
+    f, func = functions.function(checker, node.args[-1], env, len(arrays))
     first = arrays[0]
-    elem = checker.elem(func.code.returns, func.env) if func is not None else first.elem
+    named = node.args[-1].id if isinstance(node.args[-1], ast.Name) else ""
+    given = {"bits": ElemType("uint", 32), "from_bits": FLOAT}.get(named, first.elem)
+    elem = checker.elem(func.code.returns, func.env) if func is not None else given
     for other, place in zip(arrays[1:], node.args[1:], strict=False):
         if other.length is not first.length:
             checker.fail(
@@ -134,7 +101,22 @@ def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
                 f"this array has {checker.show(other.length)}, the first has"
                 f" {checker.show(first.length)}; map goes over arrays of one length",
             )
-    g = checker.graph
+    padded = [a for a in arrays if isinstance(a, Padded)]
+    mapped = _mapped(checker, env, arrays, f, elem)
+    if len(padded) < len(arrays) or len({a.taken.length for a in padded}) > 1:
+        return mapped
+    taken = _mapped(checker, env, [a.taken for a in padded], f, elem)
+    return Padded(taken, mapped.length, mapped.at, False)
+
+
+def _mapped(
+    checker: Expressions,
+    env: Env,
+    arrays: Sequence[ArrayValue],
+    f: functions.Function,
+    elem: ElemType,
+) -> ArrayValue:
+    g, length = checker.graph, arrays[0].length
     kept = [a for a in arrays if isinstance(a, Kept)]
     if len(kept) == len(arrays):
         source = Kept(
@@ -143,16 +125,18 @@ def map_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
             elem,
             checker.draft.remembered(lambda i: convert(g, f([a.source(i) for a in kept], i), elem)),
         )
-        # What needs the filter's own result is computed after its pass, not inside it.
-        if not checker.draft.depends(source.element, kept[0].filter):
+        # What needs the filter's own result is computed after its pass, not inside it. Decode draws
+        # for places in the payload.
+        draws = checker.decoding and any(e.op in RANDOM for e in walk([source.element]))
+        if not (draws or checker.draft.depends(source.element, kept[0].filter)):
             return source
 
     @checker.draft.remembered
     def at(ix: Expr) -> Expr:
-        return convert(g, f([a.at(ix) for a in arrays], _position(checker, first.length, ix)), elem)
+        return convert(g, f([a.at(ix) for a in arrays], _position(checker, env, length, ix)), elem)
 
-    at(_domain(checker, first.length))  # a wrong lambda is found here, not where it is used
-    return Computed(first.length, elem, at)
+    at(_domain(checker, length))  # a wrong lambda is found here, not where it is used
+    return Computed(length, elem, at)
 
 
 def range_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -164,7 +148,7 @@ def _folding(
     checker: Expressions, node: ast.Call, env: Env, array: ArrayValue
 ) -> tuple[Fold, ElemType]:
     g = checker.graph
-    f, func = _function(checker, node.args[2], env, 2)
+    f, func = functions.function(checker, node.args[2], env, 2)
     elem = array.elem
     if func is not None:
         elem = checker.elem(func.code.returns, func.env)
@@ -178,7 +162,9 @@ def _folding(
     init = convert(g, checker.scalar(node.args[1], env), elem)
     if init.variance == 2:
         checker.fail(node.args[1], "the start of a reduction is the same for all elements")
-    body = convert(g, checker.draft.element(array, _domain(checker, array.length)), elem)
+    over = inblock.domain(checker, env, array)
+    ix = _domain(checker, array.length) if over is None else over.ix
+    body = convert(g, checker.draft.element(array, ix), elem)
     # Two leaves that stand for f's arguments; their sites are out of any program's reach.
     carry = g.make("param", type=body.type, attr="<carry>", variance=2, host=False)
     item = g.make("param", type=body.type, attr="<item>", variance=2, host=False)
@@ -191,10 +177,11 @@ def _folding(
         for pair in ((carry, item), (item, carry))
     }
     kind = kinds.get(combine, "fold")
-    block = array.length.attr if array.length.op == "blen" else None
+    block, row = (None, None) if over is None else (over.block, over.row)
     length = g.n if block is not None else array.length
-    rest = (combine, carry, item) if kind == "fold" else (None, None, None)
-    return Fold(kind, body.type, init, body, length, block, *rest), elem  # type: ignore[arg-type]
+    own = {"combine": combine, "carry": carry, "item": item} if kind == "fold" else {}
+    fold = Fold(kind, body.type, init, body, length, block, row=row, **own)  # type: ignore[arg-type]
+    return fold, elem
 
 
 def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -214,13 +201,17 @@ def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def _shared(checker: Expressions, fold: Fold) -> Fold:
     """Returns the equal reduction that was made before, if any, so that it runs once."""
-    key = (fold.kind, fold.type, fold.init, fold.body, fold.length, fold.block, fold.combine)
+    what = (fold.kind, fold.type, fold.init, fold.body, fold.length, fold.block)
+    key = (*what, fold.combine, fold.row)
     return checker.draft.folds.setdefault(key, fold)
 
 
 def scan_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scan(a, init, f)`: all the partial results of `reduce`, the first including a[0]."""
-    array = _whole_array(checker, node, env)
+    array = checker.array(node.args[0], env)
+    over = inblock.domain(checker, env, array)
+    if over is not None:
+        return inblock.scanned(checker, over, *_folding(checker, node, env, array))
     with checker.draft.unblocked():
         fold, elem = _folding(checker, node, env, array)
     return Stored(checker.draft, checker.draft.scanned(fold, elem), elem)
@@ -228,10 +219,21 @@ def scan_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`filter(a, keep[, capacity])`: elements that pass, in order; surplus is left out."""
-    array = _whole_array(checker, node, env)
+    array = checker.array(node.args[0], env)
     if isinstance(array, Kept):
         checker.fail(node, "a filtered array cannot be filtered again; join the two conditions")
-    keep, _ = _function(checker, node.args[1], env, 1)
+    keep, _ = functions.function(checker, node.args[1], env, 1)
+
+    def taken(ix: Expr) -> Expr:
+        position = _position(checker, env, array.length, ix)
+        return checker.graph.to_bool(keep([array.at(ix)], position))
+
+    over = inblock.domain(checker, env, array, taken)
+    if over is not None:
+        room = over.room
+        if len(node.args) == 3:
+            room = min(room, inblock.room(checker, node.args[2], env, "the capacity of a filter"))
+        return inblock.filtered(checker, over, array, taken(over.ix), room)
     ix = _domain(checker, array.length)
     with checker.draft.unblocked():
         cond = checker.graph.to_bool(keep([array.at(ix)], ix))
@@ -245,47 +247,28 @@ def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 def sort_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sort(a[, key])`: ascending by element or by key; equal ones keep their order."""
-    array = _known_array(checker, node, env)
+    array = checker.array(node.args[0], env)
+    f = functions.function(checker, node.args[1], env, 1)[0] if len(node.args) == 2 else None
+
+    def key_at(ix: Expr) -> Expr:
+        position = _position(checker, env, array.length, ix)
+        return array.at(ix) if f is None else f([array.at(ix)], position)
+
+    over = inblock.domain(checker, env, array, key_at)
+    if over is not None:
+        return inblock.ordered(checker, over, array, key_at(over.ix))
+    inblock.need_length(checker, node, array)
     draft, ix = checker.draft, _domain(checker, array.length)
     body = array.at(ix)
     values = draft.temp(array.elem, array.length)
     key, keys = body, None
-    if len(node.args) == 2:
-        key = _function(checker, node.args[1], env, 1)[0]([body], ix)
+    if f is not None:
+        key = f([body], ix)
         if key is not body:
             keys = draft.temp(FLOAT if key.type == "float" else INT, array.length)
     sort = Sort(body, key, array.length, values, keys)
     draft.sorts.append(sort)
     return Ordered(draft, sort, array.elem)
-
-
-def sample_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`sample(a, m[, key])`: one element drawn at random from each of m equal stretches of a."""
-    key = _key(checker, node.args[2], env) if len(node.args) == 3 else None
-    array = _known_array(checker, node, env)
-    m = checker.size(node.args[1], env)
-    g, n, site = checker.graph, array.length, _site(checker, node, key)
-
-    width, rest = g.binary("idiv", n, m), g.binary("imod", n, m)
-
-    def at(ix: Expr) -> Expr:
-        # The first n % m stretches have one element more; no division per element.
-        start = g.binary("add", g.binary("mul", ix, width), g.binary("min", ix, rest))
-        size = g.binary("add", width, g.to_int(g.binary("lt", ix, rest)))
-        draw = _drawn_below(checker, size, ix, site, key)
-        return array.at(g.binary("add", start, draw))
-
-    probe = g.idx(n)
-    return Computed(m, array.elem, at, distinct=array.at(probe) is probe)
-
-
-def _drawn_below(
-    checker: Expressions, width: Expr, position: Expr, site: int, key: Expr | None
-) -> Expr:
-    """Returns a random int below `width`, which has at most 31 bits."""
-    g = checker.graph
-    product = g.binary("mul", g.random("bits32", position, site, key), width)
-    return g.binary("shr", product, g.const(32))
 
 
 def gather_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -311,17 +294,30 @@ def scatter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
             f"{checker.show(value.length)}; scatter takes one value per index",
         )
     size = checker.size(node.args[2], env)
+    over = inblock.domain(checker, env, index, value.at)
+    if over is not None:
+        return inblock.scattered(checker, node, over, index, value, size)
+    if isinstance(index, Padded) and isinstance(value, Padded) and value.is_zero:
+        if index.taken.length is value.taken.length:  # zeros change nothing
+            index, value = index.taken, value.taken
     return Spread(checker.draft, index, value, size, value.elem)
 
 
 def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`first(a, count)`: the first `count` elements; more than there are is an error."""
-    array, count = _whole_array(checker, node, env), checker.scalar(node.args[1], env)
+    array, count = checker.array(node.args[0], env), checker.scalar(node.args[1], env)
+    if isinstance(array, Padded) and count is array.taken.length:
+        return array.taken
     if count.type != "int":
         checker.fail(node.args[1], "a count is an int; this is a float")
     if count is array.length:
         return array
     g = checker.graph
+    over = inblock.domain(checker, env, array)
+    if over is not None:
+        count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
+        checker.draft.limits[count] = g.const(over.room)
+        return Computed(count, array.elem, array.at)
     low = g.binary("le", g.const(0), count)
     high = g.binary("le", count, array.length)
     checker.draft.requires.append(
@@ -347,70 +343,6 @@ def blocks_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     )
 
 
-def random_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    """`random<T>(a, b[, key])`: uniform in [a, b); its own draw for each element.
-
-    With a key the draws depend on that and the position alone, so that decode can repeat them.
-    """
-    g = checker.graph
-    assert node.of is not None
-    key = _key(checker, node.args[2], env) if len(node.args) == 3 else None
-    elem = checker.elem(node.of, env)
-    if node.of.array or elem.kind not in ("float", "int"):
-        checker.fail(node.of, f"random<{elem}> is not known; allowed: random<float>, random<int>")
-    a, b = (checker.scalar(x, env) for x in node.args[:2])
-    position = checker.position if checker.position is not None else g.const(0)
-    site = _site(checker, node, key)
-    if elem.kind == "float":
-        a, b = g.to_float(a), g.to_float(b)
-        u = g.random("uniform", position, site, key)
-        if a is g.const(0.0) and b is g.const(1.0):
-            return Scalar(u, FLOAT)
-        return Scalar(g.binary("add", a, g.binary("mul", u, g.binary("sub", b, a))), FLOAT)
-    a, b = g.to_int(a), g.to_int(b)
-    # At most 2**31 - 1 wide: the product with 32 random bits then fits 63.
-    width = g.binary("max", g.binary("sub", b, a), g.const(0))
-    width = g.binary("min", width, g.const(2**31 - 1))
-    draw = _drawn_below(checker, width, position, site, key)
-    return Scalar(g.binary("add", a, draw), INT)
-
-
-def _site(checker: Expressions, node: ast.Call, key: Expr | None) -> int:
-    """Returns the number of a place that draws; places with a key share 0, for decode repeats."""
-    if key is None and checker.decoding:
-        checker.fail(
-            node,
-            f"decode cannot repeat what encode drew; give {node.name} a key that is "
-            "part of the payload",
-        )
-    if checker.reducing:
-        checker.fail(
-            node,
-            f"{node.name} in a reduction's lambda would depend on the order; draw in a map before",
-        )
-    return checker.site(node.pos) if key is None else 0
-
-
-def _key(checker: Expressions, node: ast.Expr, env: Env) -> Expr:
-    """Returns a key for random numbers: one int for the whole gradient."""
-    key = checker.scalar(node, env)
-    if key.type != "int" or key.variance != 0:
-        checker.fail(node, "a key is an int that is the same for all elements")
-    return key
-
-
-def _elementwise(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    return checker.number(_apply_builtin(checker, node.name, [checker.scalar(node.args[0], env)]))
-
-
-def _extreme(checker: Expressions, node: ast.Call, env: Env) -> Binding:
-    values = [checker.scalar(a, env) for a in node.args]
-    result = values[0]
-    for value in values[1:]:
-        result = checker.graph.binary(node.name, *checker.same(result, value))
-    return checker.number(result)
-
-
 def _misplaced(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     how = {
         "concat": "write: compressed = concat(...);",
@@ -420,7 +352,20 @@ def _misplaced(checker: Expressions, node: ast.Call, env: Env) -> Binding:
 
 
 WHOLE = frozenset(
-    {"map", "range", "reduce", "scan", "filter", "sort", "sample", "gather", "scatter", "first"}
+    {
+        "map",
+        "range",
+        "reduce",
+        "scan",
+        "filter",
+        "sort",
+        "sample",
+        "gather",
+        "scatter",
+        "first",
+        "largest",
+        "store",
+    }
 )
 """Operators that make or use whole arrays: not for inside a lambda, once per element."""
 
@@ -433,16 +378,22 @@ OPERATORS: dict[str, tuple[Operator, int, int]] = {
     "scan": (scan_, 3, 3),
     "filter": (filter_, 2, 3),
     "sort": (sort_, 1, 2),
-    "sample": (sample_, 2, 3),
+    "sample": (draws.sample_, 2, 3),
     "gather": (gather_, 2, 2),
     "scatter": (scatter_, 3, 3),
     "first": (first_, 2, 2),
+    "largest": (inblock.largest_, 2, 2),
+    "store": (inblock.store_, 1, 1),
     "blocks": (blocks_, 2, 2),
-    "random": (random_, 2, 3),
+    "random": (draws.random_, 2, 3),
     "concat": (_misplaced, 0, ANY),
     "extract": (_misplaced, 0, ANY),
-    **{name: (_elementwise, 1, 1) for name, num_args in _BUILTIN.items() if num_args == 1},
-    **{name: (_extreme, 2, ANY) for name in ("min", "max")},
+    **{
+        name: (functions.elementwise, 1, 1)
+        for name, num_args in functions.BUILTIN.items()
+        if num_args == 1
+    },
+    **{name: (functions.extreme, 2, ANY) for name in ("min", "max")},
 }
 """Each operator: its function, and the fewest and the most arguments it takes."""
 

@@ -16,7 +16,10 @@ import lark
 from hipress.compll.front import ast
 from hipress.errors import ProgramError
 
-TYPES = "float, int, uint1, uint2, uint4, uint8, uint16, uint32, uint<...>, float16, bfloat16"
+TYPES = (
+    "float, int, uint1, uint2, uint3, uint4, uint5, uint6, uint8, uint12, uint16, uint32, "
+    "uint<...>, float16, bfloat16"
+)
 _TOO_NESTED = "the program is nested too deeply; name the inner parts"
 
 MAX_CHARS = 65_536
@@ -116,14 +119,15 @@ def _expected(error: lark.exceptions.UnexpectedToken) -> str:
 
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_NO_TYPE = r"(?!(?:return|else|if|per|param|inout|lambda_func|void)\b)([A-Za-z_]\w*)"
+_NO_TYPE = r"(?!(?:return|else|if|per|repeat|param|inout|lambda_func|void)\b)([A-Za-z_]\w*)"
 _LIKE_A_TYPE = r"((?:u?int|float)\d+(?:_t)?|double|half|bool|char|short|long|unsigned|size_t)"
 
 # What other languages have: how a statement looks up to the place of the error, and what to say.
 # Group 1 is what the message names and where it points.
 _HABITS = (
     (r"(for|while|do|switch|goto)\b.*",
-     "the language has no {0!r}; map, reduce, filter and scan go over arrays, if and ?: choose"),
+     "the language has no {0!r}; map, reduce, filter and scan go over arrays, if and ?: choose, "
+     "repeat (i, count) {{ ... }} repeats statements"),
     (r"([A-Za-z_]\w*)\s*\[.*\]\s*(?:[-+*/%&|^]|<<|>>)?=",
      "an element cannot be set; make the whole array: {0} = map(range(n), ...), or scatter"),
     (r"([A-Za-z_]\w*)\s*([-+*/%&|^]|<<|>>)=",
@@ -210,7 +214,7 @@ def _lambda(m: Any, c: list[Any]) -> ast.Lambda:
 
 _Rule = Callable[[Any, list[Any]], Any]
 _INFIX = {"or_": "||", "and_": "&&", "bor": "|", "bxor": "^", "band": "&", "lt": "<", "gt": ">"}
-_PLAIN = (ast.Assign, ast.Per, ast.Do, ast.Unary, ast.Member, ast.Index, ast.Name)
+_PLAIN = (ast.Assign, ast.Per, ast.Repeat, ast.Do, ast.Unary, ast.Member, ast.Index, ast.Name)
 
 
 def _infix(op: str) -> _Rule:
@@ -227,7 +231,7 @@ _RULES: dict[str, _Rule] = {
     "param_block": lambda m, c: ast.ParamBlock(_pos(m), str(c[0]), tuple(c[1:])),
     "field": _declare,
     "function": _function,
-    "arg": lambda m, c: ast.Arg(_pos(m), c[-2], str(c[-1]), isinstance(c[0], lark.Token)),
+    "arg": lambda m, c: ast.Arg(_pos(m), c[-3], str(c[-2]), isinstance(c[0], lark.Token), c[-1]),
     "struct": lambda m, c: ast.TypeName(_pos(m), str(c[0]), None, False),
     "type": _type,
     "block": lambda m, c: tuple(c),

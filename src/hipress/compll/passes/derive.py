@@ -16,17 +16,22 @@ from hipress.compll.front import ast, check
 from hipress.compll.front.arrays import (
     ArrayValue,
     Computed,
-    Draft,
+    InBytes,
+    InRows,
     Kept,
+    Padded,
     PerBlock,
     Spread,
     Stored,
-    Write,
+    byte_of,
 )
-from hipress.compll.front.check import ParamValue, Part, Signature
+from hipress.compll.front.check import Part
+from hipress.compll.front.draft import Draft, Write, row_write
 from hipress.compll.front.graph import FLOAT, Graph, TooDeep, convert
-from hipress.compll.ir import Array, Expr, Fold, Kernel, loads, walk
+from hipress.compll.front.signature import ParamValue, Signature, signature
+from hipress.compll.ir import Array, Expr, Kernel, loads
 from hipress.compll.passes.schedule import NotFusable, schedule, validate
+from hipress.compll.passes.states import flag_of, kept_if_finite, new_states, write_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +44,6 @@ class Variant:
 
 
 PLAIN = Variant()
-
-_STATES = ("state", "residual", "momentum")
-"""How the names of state arrays start."""
 
 ALPHA = "@alpha"
 MU = "@mu"
@@ -132,9 +134,8 @@ def _encode_kernel(
     g = Graph()
     draft = Draft(g)
     source, function = pair.encode
-    roles = check.signature(source, function)
+    roles = signature(source, function)
     x = Array("x", dtype, g.n, roles.gradient.name)
-    states = [Array(f"state{i}", "f32", g.n, a.name) for i, a in enumerate(roles.states)]
     extra: list[Array] = []
     value: ArrayValue = Stored(draft, x, FLOAT)
     received: tuple[tuple[ir.Section, ...], ...] = ()
@@ -152,23 +153,16 @@ def _encode_kernel(
 
         value = Computed(g.n, FLOAT, corrected)
         extra.append(residual)
-    stored = [Stored(draft, s, FLOAT) for s in states]
-    result = check.evaluate(source, function, draft, params=params, gradient=value, states=stored)
-    finals: list[tuple[Array, Expr]] = []
+    result = check.evaluate(source, function, draft, params=params, gradient=value)
+    states = [array for array, _ in result.states]
     i = g.idx(g.n)
-    for array, final in zip(states, result.states, strict=True):
-        if final.length is not g.n:
-            raise AssertionError("a state changed its length")
-        with draft.fused(fuse):
-            beside = [value.at(i), *(new for _, new in finals)]
-            finals.append((array, g.to_float(draft.element(final, i, *beside))))
-    flag = _flag(g, value.at(i), [new for _, new in finals])
-    for array, final_value in finals:
-        old, new = g.load(array, i), _stored_first(draft, final_value)
-        if new is not old:
-            draft.writes.append(Write(array, _kept_if_finite(g, new, old, flag), g.n, True))
+    finals = new_states(draft, result.states, value.at(i), fuse)
+    flag = flag_of(g, value.at(i), finals)
+    for final in finals:
+        write_state(draft, final, finals, flag)
     if variant.feedback:
-        _feedback(draft, pair, params, result.parts, value, residual, flag, fuse)
+        left = _feedback(draft, pair, params, result.parts, value, fuse)
+        write_state(draft, Write(residual, left, g.n, True), finals, flag)
     sections = [_section(draft, k, part) for k, part in enumerate(result.parts)]
     all_states = (*states, *extra)
     written = [w.array for w in draft.writes if w.array in all_states]
@@ -179,7 +173,7 @@ def _encode_kernel(
     added = [MU] * variant.momentum + [RHO] * variant.feedback
     names = dict.fromkeys(_params(roles, *added))
     if frames is not None:
-        their = check.signature(*frames.pair.decode)
+        their = signature(*frames.pair.decode)
         names |= dict.fromkeys(_params(their, ALPHA))
     return Kernel(
         name="encode" if frames is None else "merge",
@@ -208,7 +202,7 @@ def _decode_kernel(pair: Pair, params: Mapping[str, ParamValue], dtype: str, add
     draft = Draft(g, enforces=True)
     parts = _received(draft, pair, params)
     made = _decoded(draft, pair, params, parts)
-    roles = check.signature(*pair.decode)
+    roles = signature(*pair.decode)
     out = Array("out", dtype, g.n, roles.gradient.name)
     alpha, i = g.param(ALPHA), g.idx(g.n)
     if isinstance(made, Spread):
@@ -259,7 +253,7 @@ def _momentum(
         return g.binary("add", value.at(i), g.binary("mul", mu, next_momentum(i)))
 
     i = g.idx(g.n)
-    kept = _kept_if_finite(g, next_momentum(i), g.load(momentum, i))
+    kept = kept_if_finite(g, next_momentum(i), g.load(momentum, i))
     draft.writes.append(Write(momentum, kept, g.n, True))
     return Computed(g.n, FLOAT, ahead if nesterov else next_momentum)
 
@@ -270,50 +264,30 @@ def _feedback(
     params: Mapping[str, ParamValue],
     parts: tuple[Part, ...],
     value: ArrayValue,
-    residual: Array,
-    flag: Fold,
     fuse: bool,
-) -> None:
+) -> Expr:
+    """Returns what an element leaves when the decoded one is taken away."""
     g = draft.graph
     requires = list(draft.requires)  # decode's demands on a payload mean nothing here
-    decoded = _decoded(draft, pair, params, parts)
+    decoded = _decoded(draft, pair, params, [_as_sent(draft, part) for part in parts])
     draft.requires[:] = requires
     i = g.idx(g.n)
     with draft.fused(fuse):
-        beside = [value.at(i), *(w.value for w in draft.writes if w.final)]
-        left = g.binary("sub", value.at(i), g.to_float(draft.element(decoded, i, *beside)))
-    left = _stored_first(draft, left)
-    kept = _kept_if_finite(g, left, g.load(residual, i), flag)
-    draft.writes.append(Write(residual, kept, g.n, True))
+        beside = [value.at(i), *(w.value for w in draft.writes if w.final and w.length is g.n)]
+        return g.binary("sub", value.at(i), g.to_float(draft.element(decoded, i, *beside)))
 
 
-def _flag(g: Graph, value: Expr, states: list[Expr]) -> Fold:
-    """Returns the reduction that finds a NaN or an infinity in a gradient or a new state.
+def _as_sent(draft: Draft, part: Part) -> Part:
+    """Returns a part as decode reads it: zeros fill the room that a filter leaves."""
+    g, value = draft.graph, part.value
+    if isinstance(value, Expr) or value.length.host:
+        return part
 
-    A state counts as an element that is not sent would leave it: such an element keeps what it had,
-    so receivers must know that the frame is not complete.
-    """
-    bad = g.unary("not", g.unary("finite", value))
-    for new in states:
-        asked = {e: g.const(False) for e in walk([new]) if e.op == "taken"}
-        left = g.substitute(new, asked)
-        elsewhere = any(e.op == "load" and e.args[0].op != "idx" for e in walk([left]))
-        waits = any(e.op in ("fold", "load_clamped", "pick", "count") for e in walk([left]))
-        if left.op != "load" and not (elsewhere or waits):
-            bad = g.logic("lor", bad, g.unary("not", g.unary("finite", left)))
-    return Fold("or", "bool", g.const(False), bad, g.n, None)
+    def at(ix: Expr) -> Expr:
+        zero = convert(g, g.const(0), part.elem)
+        return g.select(g.binary("lt", ix, value.length), value.at(ix), zero)
 
-
-def _kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) -> Expr:
-    """Returns `new` where it is finite, else `old`: no NaN or infinity ever enters a state.
-
-    If a reduction over the whole gradient is part of the value, one such number makes all elements
-    keep what they had.
-    """
-    kept = g.unary("finite", new)
-    if flag is not None and any(e.op == "fold" and e.attr.block is None for e in walk([new])):
-        kept = g.logic("land", kept, g.unary("not", g.fold(flag)))
-    return g.select(kept, new, old)
+    return Part(part.elem, Padded(value, draft.capacity(value), draft.remembered(at), True))
 
 
 def _section(draft: Draft, k: int, part: Part) -> ir.Section:
@@ -323,16 +297,26 @@ def _section(draft: Draft, k: int, part: Part) -> ir.Section:
         array = Array(name, storage, g.const(1))
         draft.writes.append(Write(array, value, g.const(1), True, "scalar"))
         return ir.Section(array, True)
-    array = Array(name, storage, draft.capacity(value))
+    length = draft.capacity(value)
+    if part.elem.in_bytes:
+        array = Array(name, "u8", _num_bytes(g, length, part.elem.bits))
+        sent = byte_of(g, draft.stored(value), length, part.elem.bits, g.idx(array.length))
+        draft.writes.append(Write(array, sent, array.length, True))
+        return ir.Section(array, False)
+    array = Array(name, storage, length)
     packed = part.elem.bits in (1, 2, 4)
     if isinstance(value, Kept) and not packed:
         draft.emits.append((value.filter, array, value.element))
     elif isinstance(value, PerBlock) and not packed:
         draft.writes.append(Write(array, value.value, g.n, True, "block", value.size))
+    elif isinstance(value, InRows) and not ir.splits_bytes(array, value.count):
+        draft.writes.append(row_write(array, value, final=True))
     elif isinstance(value, Spread) and value.elem.kind == "float":
         draft.scatter_into(array, value, clear=True)
     else:
-        if isinstance(value, PerBlock):  # collected as bytes first, packed by a pass of its own
+        if isinstance(
+            value, PerBlock | InRows
+        ):  # collected as bytes first, packed by a pass of its own
             value = Stored(draft, draft.stored(value), part.elem)
         i = g.idx(array.length)
         sent = draft.element(value, i)
@@ -349,12 +333,9 @@ def _received(
     """Returns the parts of a payload in memory; evaluates encode for their types and lengths."""
     g = draft.graph
     source, function = pair.encode
-    roles = check.signature(source, function)
     aside = Draft(g)
     x = Stored(aside, Array("x", "f32", g.n), FLOAT)
-    arrays = [Array(f"state{k}", "f32", g.n) for k in range(len(roles.states))]
-    states = [Stored(aside, array, FLOAT) for array in arrays]
-    result = check.evaluate(source, function, aside, params=params, gradient=x, states=states)
+    result = check.evaluate(source, function, aside, params=params, gradient=x)
     parts = []
     for k, part in enumerate(result.parts):
         value, name, storage = part.value, f"{prefix}section{k}", part.elem.storage
@@ -365,12 +346,22 @@ def _received(
         distinct = isinstance(value, Computed) and value.distinct
         # Behind the places that a filter let through there may be zeros, see `first`.
         is_places = isinstance(value, Kept) and value.element is g.idx(value.filter.length)
-        array = Array(name, storage, aside.capacity(value))
+        length = aside.capacity(value)
+        if part.elem.in_bytes:
+            array = Array(name, "u8", _num_bytes(g, length, part.elem.bits))
+            parts.append(Part(part.elem, InBytes(draft, array, part.elem, length)))
+            continue
+        array = Array(name, storage, length)
         if distinct or is_places:
             draft.ascending.add(array)
         stored = Stored(draft, array, part.elem, distinct)
         parts.append(Part(part.elem, stored))
     return parts
+
+
+def _num_bytes(g: Graph, length: Expr, bits: int) -> Expr:
+    whole = g.binary("add", g.binary("mul", length, g.const(bits)), g.const(7))
+    return g.binary("idiv", g.binary("max", whole, g.const(0)), g.const(8))
 
 
 def _sections(parts: Iterable[Part]) -> tuple[ir.Section, ...]:
@@ -379,7 +370,7 @@ def _sections(parts: Iterable[Part]) -> tuple[ir.Section, ...]:
         if isinstance(part.value, Expr):
             sections.append(ir.Section(part.value.attr, True))
         else:
-            assert isinstance(part.value, Stored)
+            assert isinstance(part.value, Stored | InBytes)
             sections.append(ir.Section(part.value.array, False))
     return tuple(sections)
 
@@ -390,18 +381,6 @@ def _decoded(
     result = check.evaluate(*pair.decode, draft, params=params, payload=parts)
     assert result.gradient is not None
     return result.gradient
-
-
-def _stored_first(draft: Draft, new: Expr) -> Expr:
-    """Returns a state's new value, which is stored first if it reads states at other indices."""
-    g = draft.graph
-    reads = [e for e in walk([new]) if e.is_load]
-    aside = [e for e in reads if e.args[0].op != "idx" and e.attr.name.startswith(_STATES)]
-    if not aside:
-        return new
-    temp = draft.temp(FLOAT, g.n)
-    draft.writes.append(Write(temp, new, g.n, False))
-    return g.load(temp, g.idx(g.n))
 
 
 def _used(passes: tuple[ir.Pass, ...]) -> set[Array]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hipress.compll import ir
-from hipress.compll.front.arrays import Draft, Write
+from hipress.compll.front.draft import Draft, Write
 from hipress.compll.front.graph import TooDeep
 from hipress.compll.ir import Array, Expr, Fold, Store, walk
 
@@ -59,11 +59,17 @@ class _Open:
     folds: list[Fold] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     block_stores: list[Store] = field(default_factory=list)
+    row_stores: list[Store] = field(default_factory=list)
     emits: list[Store] = field(default_factory=list)
+
+    def stores_of(self, write: Write) -> list[Store]:
+        lists = {"block": self.block_stores, "row": self.row_stores}
+        return lists.get(write.each, self.stores)
 
     def exprs(self) -> list[Expr]:
         out = [e for f in self.folds for e in f.exprs]
-        out += [s.value for s in (*self.stores, *self.block_stores, *self.emits)]
+        writes = (*self.stores, *self.block_stores, *self.row_stores, *self.emits)
+        out += [s.value for s in writes]
         return out + ([self.filter.keep] if self.filter is not None else [])
 
 
@@ -199,8 +205,7 @@ class _Scheduler:
             p = _Open(level, write.length, block)
             self.open.append(p)
         p.block = p.block or block
-        target = p.block_stores if write.each == "block" else p.stores
-        target.append(Store(write.array, write.value))
+        p.stores_of(write).append(Store(write.array, write.value, write.row))
 
     @staticmethod
     def _asks_taken(exprs: Iterable[Expr]) -> set[ir.Filter]:
@@ -228,16 +233,18 @@ class _Scheduler:
             self.fixed.append((self._level(p), [p.index, p.value], p))
 
     def _place_states(self) -> None:
-        """All states are written in one pass, the last that reads any of them."""
+        """States over one domain are written in one pass, the last that reads any of them."""
         writes = [w for w in self.draft.writes if w.array in self.states]
-        if not writes:
-            return
-        level = max(self._level(w) for w in writes)
+        for length in sorted(dict.fromkeys(w.length for w in writes), key=lambda e: e.op != "n"):
+            self._place_together([w for w in writes if w.length is length])
+
+    def _place_together(self, writes: list[Write]) -> None:
+        states, level = {w.array for w in writes}, max(self._level(w) for w in writes)
         for p in self.open:
-            if self._reads_state(p.exprs()):
+            if self._reads_state(p.exprs(), states):
                 level = max(level, p.level)
         for fixed_level, exprs, _ in self.fixed:
-            if self._reads_state(exprs):
+            if self._reads_state(exprs, states):
                 level = max(level, fixed_level + 1)
         block = block_of(w.value for w in writes)
         taken = self._asks_taken(w.value for w in writes)
@@ -248,9 +255,9 @@ class _Scheduler:
             if p.level >= level
             and self._joins(p, length, block)
             and self._knows(p, taken)
-            and not self._reads_state(p.exprs(), aside=True)
+            and not self._reads_state(p.exprs(), states, aside=True)
             and not any(
-                q is not p and q.level == p.level and self._reads_state(q.exprs())
+                q is not p and q.level == p.level and self._reads_state(q.exprs(), states)
                 for q in self.open
             )
         ]
@@ -262,42 +269,47 @@ class _Scheduler:
             p = _Open(level + 1, length, block)
             self.open.append(p)
         p.block = p.block or block
-        p.stores += [Store(w.array, w.value) for w in writes]
+        for w in writes:
+            p.stores_of(w).append(Store(w.array, w.value, w.row))
 
-    def _reads_state(self, exprs: Iterable[Expr], *, aside: bool = False) -> bool:
+    def _reads_state(
+        self, exprs: Iterable[Expr], of: set[Array] | None = None, *, aside: bool = False
+    ) -> bool:
         """Whether a state is read (with `aside`: at another index than the element's own)."""
-        reads = [e for e in walk(ir.with_blocks(exprs)) if e.is_load and e.attr in self.states]
-        return any(not aside or e.args[0].op != "idx" for e in reads)
+        states = self.states if of is None else of
+        reads = [e for e in walk(ir.with_blocks(exprs)) if e.is_load and e.attr in states]
+        return any(not aside or not ir.is_own(e) for e in reads)
 
     # Closing.
 
     def _close(self, p: _Open) -> ir.Pass:
         if p.filter is not None:
             return ir.Compact(p.filter, tuple(p.emits), tuple(p.stores), tuple(p.folds))
-        inner: dict[Fold, int] = {}
+        inner: dict[Fold | ir.Local, int] = {}
 
         def depth(exprs: Iterable[Expr]) -> int:
             found = 0
             for e in walk(exprs):
-                if e.op == "fold" and e.attr.block is not None:
+                if e.op == "local" or (e.op == "fold" and e.attr.block is not None):
                     if e.attr not in inner:
                         inner[e.attr] = depth(e.attr.exprs)
                     found = max(found, inner[e.attr] + 1)
             return found
 
-        last = depth([s.value for s in (*p.stores, *p.block_stores)])
+        last = depth([s.value for s in (*p.stores, *p.block_stores, *p.row_stores)])
         for fold in p.folds:
             inner[fold] = depth(fold.exprs)
         last = max([last, *inner.values()])
         phases = [
             ir.Phase(
-                tuple(f for f, k in inner.items() if k == level),
+                tuple(f for f, k in inner.items() if k == level and isinstance(f, Fold)),
                 tuple(p.stores) if level == last else (),
+                tuple(x for x, k in inner.items() if k == level and isinstance(x, ir.Local)),
             )
             for level in range(last + 1)
         ]
-        kept = tuple(ph for ph in phases if ph.folds or ph.stores)
-        return ir.Loop(p.length, p.block, kept, tuple(p.block_stores))
+        kept = tuple(ph for ph in phases if ph.folds or ph.stores or ph.locals)
+        return ir.Loop(p.length, p.block, kept, tuple(p.block_stores), tuple(p.row_stores))
 
 
 def _drop_unread(draft: Draft) -> None:

@@ -282,6 +282,12 @@ def functions(package: Package) -> tuple[Function, ...]:
     options = {p.name: _accepted(p.name, taken) for p in bound.program.params if p.runtime}
     defaults = {k: "" if k in package.required else repr(float(values[k])) for k in options}
     params = tuple(Arg(options[k], "float", defaults[k], prefix=_PARAM) for k in options)
+    for array in kernel.states:
+        if array.length.op != "n" or array.storage != "f32":
+            raise UsageError(
+                f"state {array.label!r} is not one float for each element; a built package keeps "
+                f"no other: write inout float* {array.label}, or use hipress.codec."
+            )
     labels = [_accepted(array.label, taken) for array in kernel.states]
     states = tuple(Arg(label, keyword=False, prefix=_STATE) for label in labels)
     rng = (Arg("step", "int"), Arg("seed", "int", "0"), Arg("stream", "int", "0"))

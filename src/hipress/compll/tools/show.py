@@ -96,7 +96,15 @@ _LEVELS: tuple[dict[str, str], ...] = (
 )
 _BINARY = {op: (sign, k) for k, level in enumerate(_LEVELS, 2) for op, sign in level.items()}
 _UNARY = {"neg": "-", "not": "!", "inv": "~"}
-_LEAVES = {"n": "n", "idx": "i", "lidx": "j", "bnum": "b", "bstart": "start", "blen": "m"}
+_LEAVES = {
+    "n": "n",
+    "idx": "i",
+    "lidx": "j",
+    "ridx": "k",
+    "bnum": "b",
+    "bstart": "start",
+    "blen": "m",
+}
 _TERNARY, _PREFIX, _ATOM = 1, 12, 13
 _TYPES = {"f32": "float", "f16": "float16", "bf16": "bfloat16", "i64": "int"}
 
@@ -111,6 +119,7 @@ class _Printer:
         self.folds: dict[Fold, str] = {}
         self.filters: dict[ir.Filter, str] = {}
         self.sorts: dict[int, str] = {}
+        self.locals: dict[ir.Local, str] = {}
         self.num_values = 0
         self.sizes: dict[Expr, _Text] = {}
 
@@ -194,12 +203,28 @@ class _Printer:
                 self.out.open(f"phase {number}")
             roots = _element_roots(phase.folds, phase.stores)
             self._elements(phase.folds, phase.stores, self._values(roots))
+            for x in phase.locals:
+                self._local(x)
             if len(p.phases) > 1:
                 self.out.depth -= 1
         if p.block_stores:
             self.out.open("once a block")
             self._stores(p.block_stores, "b")
             self.out.depth -= 1
+        if p.row_stores:
+            self.out.open("for each place of a row")
+            self._stores(p.row_stores, "i")
+            self.out.depth -= 1
+
+    def _local(self, x: ir.Local) -> None:
+        over = "the block" if x.row is None else f"a row of {x.row.count}"
+        roots = [x.body] if x.index is None else [x.body, x.index]
+        body, *index = self._values(roots)
+        where = f" at {index[0]}" if index else ""
+        self.out(f"{self._name(x)} = {x.kind} over {over} of {body}{where}, room for {x.room}")
+
+    def _name(self, x: ir.Local) -> str:
+        return self.locals.setdefault(x, f"local{len(self.locals)}")
 
     def compact(self, p: ir.Compact) -> None:
         first = [p.filter.keep, p.filter.capacity, *(s.value for s in p.emits)]
@@ -305,6 +330,8 @@ class _Printer:
             return f"{e.op}#{e.attr}({args[0]})"
         if e.op == "fold":
             return self.folds.setdefault(e.attr, f"f{len(self.folds)}")
+        if e.op == "local":
+            return f"{self._name(e.attr)}[{args[0]}]"
         if e.op in ("count", "taken"):
             return f"{e.op}({self._filter(e.attr)})"
         if e.op == "pick":

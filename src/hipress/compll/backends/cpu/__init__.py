@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hipress.compll import ir
-from hipress.compll.backends.cpu import prelude
+from hipress.compll.backends.cpu import filters, prelude
 from hipress.compll.backends.cpu.kernel import MAX_RANGES, KernelPrinter, Record, Step, stored
+from hipress.compll.backends.cpu.locals import print_local
 from hipress.compll.backends.cpu.loops import Loops, exact
 from hipress.compll.backends.host import (
     Place,
@@ -37,8 +38,8 @@ class Passes(KernelPrinter):
     """Prints the functions of each pass and adds them to the kernel's steps."""
 
     def loop(self, name: str, p: ir.Loop) -> None:
-        stores = [s for phase in p.phases for s in phase.stores]
-        loops = Loops(self, p.block or TILE, ir.pass_exprs(p), stores)
+        stores = [*(s for phase in p.phases for s in phase.stores), *p.row_stores]
+        loops = Loops(self, p.block or TILE, ir.pass_exprs(p), stores, p)
         folds = [f for f in ir.pass_folds(p) if f.block is None]
         loops.open(name, [s.array for s in ir.pass_stores(p)], p.length)
         parts = self._partials(loops, folds)
@@ -48,19 +49,24 @@ class Passes(KernelPrinter):
             # A sum of floats has a loop of its own; other reductions share that of the stores.
             alone = [f for f in phase.folds if not (phase.stores and exact(f))]
             shared = [f for f in phase.folds if f not in alone]
-            if alone:
-                results = loops.fold(f"{name}_f{j}", alone)
-                for f, result in zip(alone, results, strict=True):
+            for k, row in enumerate(dict.fromkeys(f.row for f in alone)):
+                of_row = [f for f in alone if f.row == row]
+                results = loops.fold(f"{name}_f{j}{f'_r{k}' if row else ''}", of_row)
+                for f, result in zip(of_row, results, strict=True):
                     if f.block is None:
                         loops.out(f"{parts[f]}[t] = {result}")
                     else:
                         loops.finish(f, result)
+            for k, x in enumerate(phase.locals):
+                print_local(loops, f"{name}_a{j}_{k}", x)
             if phase.stores:
                 results = loops.store(f"{name}_s{j}", phase.stores, shared)
                 _keep(loops, parts, shared, results)
         for s in p.block_stores:
             [text] = self.print([s.value], loops.out, loops.known)
             loops.out(f"{s.array.name}[t] = {stored(s.array, text)}")
+        for k, row in enumerate(dict.fromkeys(s.row for s in p.row_stores)):
+            loops.store(f"{name}_r{k}", [s for s in p.row_stores if s.row == row], [])
         loops.close()
         self._step(name, loops.tile, p.length)
         self._join(name, folds, parts, p.length, loops.tile)
@@ -114,7 +120,7 @@ class Passes(KernelPrinter):
         folds, out = list(p.folds), loops.out
         loops.open(name, [s.array for s in ir.pass_stores(p)], p.length)
         parts = self._partials(loops, folds)
-        saved = loops.saves(p)
+        saved = filters.saves(loops, p)
         records = self._records(p, saved)
         loops.buffers()
         out(f"mask = np.empty({TILE}, u8)")
@@ -137,12 +143,12 @@ class Passes(KernelPrinter):
         shared = [f for f in folds if exact(f)]
         if alone:
             _keep(loops, parts, alone, loops.fold(f"{name}_f0", alone))
-        _keep(loops, parts, shared, loops.mark(f"{name}_scan", p, shared, saved))
-        loops.take(f"{name}_take", p, saved)
+        _keep(loops, parts, shared, filters.mark(loops, f"{name}_scan", p, shared, saved))
+        filters.take(loops, f"{name}_take", p, saved)
         out.depth -= 1
         out(f"{self.ranges()}[part + {MAX_RANGES}] = count")
         loops.close()
-        self._step(name, TILE, p.length if loops.can_share(p) else None)
+        self._step(name, TILE, p.length if filters.can_share(loops, p) else None)
         self._gather(name, p, saved, records)
         self._join(name, folds, parts, p.length, TILE)
 
@@ -151,7 +157,7 @@ class Passes(KernelPrinter):
         capacity = self.kernel.limits.get(p.filter.capacity, p.filter.capacity)
         records = {s.array.name: self.record(s.array.storage, capacity) for s in p.emits}
         records["index"] = self.record("i64", capacity)
-        return records | {old: self.record("f32", capacity) for old in saved.values()}
+        return records | {old: self.record(a.storage, capacity) for a, old in saved.items()}
 
     def _gather(
         self, name: str, p: ir.Compact, saved: dict[Array, str], records: dict[str, Record]
@@ -164,7 +170,7 @@ class Passes(KernelPrinter):
         out(f"capacity = i64({self.print([p.filter.capacity], out, loops.known)[0]})")
         ranges = self.ranges()
         out(f"count = {ranges}[{MAX_RANGES}]")
-        if loops.can_share(p):
+        if filters.can_share(loops, p):
             out.open(f"for part in range(1, {MAX_RANGES}):")
             out(f"taken = {ranges}[part + {MAX_RANGES}]")
             out("if taken == 0:")
@@ -177,7 +183,7 @@ class Passes(KernelPrinter):
             for key in ("index", *saved.values()):
                 out(f"to_{key} = {records[key].name}[start : start + taken]")
             if p.stores:
-                loops.put_back(f"{name}_back", p, saved)
+                filters.put_back(loops, f"{name}_back", p, saved)
             out("count += first")
             out.depth -= 1
         out(f"{self.slots.int(p.filter)} = count")
@@ -195,14 +201,14 @@ class Passes(KernelPrinter):
         before = dict(loops.known)
         loops.tiles()
         loops.known = before
-        loops.check(f"{name}_check", p)
+        filters.check(loops, f"{name}_check", p)
         out(f"if {self.slots.int('status')} != 0:")
         out("    return")
         out.depth -= 1
         if p.clear:
             out(f"{p.array.name}[:] = 0")
         loops.tiles()
-        loops.scatter(f"{name}_add", p)
+        filters.scatter(loops, f"{name}_add", p)
         loops.close()
         self._step(name, TILE)
 

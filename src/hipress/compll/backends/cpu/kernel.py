@@ -17,7 +17,17 @@ from hipress.compll.backends.render import (
     machine_type,
     wide_type,
 )
-from hipress.compll.ir import PACKED, RANDOM, STORAGE_BITS, Array, Expr, Fold, Kernel, walk
+from hipress.compll.ir import (
+    PACKED,
+    RANDOM,
+    STORAGE_BITS,
+    Array,
+    Expr,
+    Fold,
+    Kernel,
+    Local,
+    walk,
+)
 
 DTYPES = {"f32": "f32", "f16": "u16", "bf16": "u16", "i64": "i64", "u16": "u16", "u32": "u32"}
 """NumPy type of a storage; the others are bytes."""
@@ -89,6 +99,8 @@ class KernelPrinter(MachinePrinter):
         """Reductions of the whole gradient, and the tile of the pass they are in."""
         self.records: list[Record] = []
         self.steps: list[Step] = []
+        self.block_arrays: dict[Local, str] = {}
+        """Names of the arrays that blocks of the pass being printed have for themselves."""
         caller = kernel.input or kernel.output
         assert caller is not None
         self.memory = [caller.name, *(s.name for s in kernel.states)]
@@ -128,6 +140,8 @@ class KernelPrinter(MachinePrinter):
             safe = e.op == "load"
             text = f"{array.name}[{args[0]}]" if safe else f"_at({array.name}, {args[0]})"
             return loaded(array, text)
+        if e.op == "local":
+            return f"{self.block_arrays[e.attr]}[{args[0]}]"
         if e.op in RANDOM:
             rng = "rng" if len(args) == 1 else f"_keyed({args[1]})"
             return f"_{e.op}({args[0]}, {e.attr}, {rng})"

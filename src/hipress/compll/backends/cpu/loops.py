@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hipress.compll import ir
+from hipress.compll.backends.cpu.buffers import buffers, local_type
 from hipress.compll.backends.cpu.kernel import KernelPrinter, loaded, maximal, stored
 from hipress.compll.backends.render import Known, Lines, Spell, machine_type, wide_type
 from hipress.compll.ir import Array, Expr, Fold, Store, loads, walk
@@ -37,7 +38,7 @@ def _identity(fold: Fold) -> str:
 
 
 @dataclass
-class _Body(Lines):
+class Body(Lines):
     """The body of a loop's function, and the arguments that it turned out to need."""
 
     depth: int = 1
@@ -55,23 +56,49 @@ class Loops:
     """Prints one pass over tiles: `out` is its function, `functions` are the loops it calls."""
 
     def __init__(
-        self, printer: KernelPrinter, tile: int, roots: list[Expr], stores: Sequence[Store] = ()
+        self,
+        printer: KernelPrinter,
+        tile: int,
+        roots: list[Expr],
+        stores: Sequence[Store] = (),
+        loop: ir.Loop | None = None,
     ) -> None:
         self.printer = printer
         self.tile = tile
         self.roots = roots
         """Every value the pass computes, for finding what is the same in a block."""
         self.out = Lines()
+        self.before = 0
+        """The line of `out` where the loop over tiles begins."""
         self.known: Known = {}
         self.functions = Lines()
-        aligned = loads(_aligned(roots))
+        own = _aligned(roots)
+        self.rows = {s.array: s.row.count for s in stores if s.row is not None}
+        """Arrays with a row for each block: elements of a row."""
+        if loop is not None and loop.block is not None:
+            inner = [e for e in own if e.args[0].attr is not loop.length]
+            self.rows |= {e.attr: ir.row_count(e.args[0].attr) for e in inner}
+        # Codes of a row that starts inside a byte are read one by one.
+        aligned = [a for a in loads(own) if not ir.splits_bytes(a, self.rows.get(a, 8))]
         self.slices = {a: f"{a.name}_t" for a in [*aligned, *(s.array for s in stores)]}
+        self.locals = buffers(loop) if loop is not None else {}
+        printer.block_arrays = self.locals
+        self.ready: set[ir.Local] = set()
+        self.room = max([tile, *self.rows.values(), *(x.room for x in self.locals)])
+        """Most elements of a tile or a row."""
         self.codes_in = {a: f"in_{a.name}" for a in aligned if a.storage in ir.PACKED}
         self.codes_out = {
             s.array: f"out_{s.array.name}" for s in stores if s.array.storage in ir.PACKED
         }
         drawn = [e for e in walk(roots) if e.op in ir.RANDOM and e.args[0].op == "idx"]
         self.draws = {e: f"{e.op}_{k}" for k, e in enumerate(drawn)}
+        self.row_draws: dict[Expr, int] = {}
+        if loop is not None and loop.block is not None:
+            inner = [e for e in drawn if e.args[0].attr is not loop.length]
+            self.row_draws = {e: ir.row_count(e.args[0].attr) for e in inner}
+        for e, count in self.row_draws.items():
+            if count % 4:  # a row starts inside a group of four: drawn one by one
+                del self.draws[e]
 
     # Before and around the tiles.
 
@@ -90,46 +117,72 @@ class Loops:
         self.printer.out.text += self.functions.text + self.out.text
 
     def buffers(self) -> None:
-        room = (self.tile + 7) // 8 * 8
+        room = (self.room + 7) // 8 * 8
+        for name, x in {name: x for x, name in self.locals.items()}.items():
+            self.out(f"{name} = np.zeros({room}, {local_type(x)})")
         for name in (*self.codes_in.values(), *self.codes_out.values()):
             self.out(f"{name} = np.empty({room}, u8)")
         for e, name in self.draws.items():
             self.out(f"{name} = np.empty({room}, {_DRAWS[e.op]})")
 
+    def buffer(self, kind: str) -> str:
+        """Returns a new buffer with room for a tile or a row, made before the loop over tiles."""
+        name = self.printer.fresh()
+        self.out.text.insert(
+            self.before, f"    {name} = np.empty({(self.room + 7) // 8 * 8}, {kind})"
+        )
+        self.before += 1
+        return name
+
     def tiles(self) -> None:
         """Prints the loop over tiles, a tile's slices, and what is the same in a block."""
         out, known = self.out, self.known
+        self.before = len(out.text)
         out.open("for t in range(lo, hi):")
         out(f"a = t * {self.tile}")
         out(f"m = min({self.tile}, length - a)")
         for array, name in self.slices.items():
             text = f"{array.name}[a : a + m]"
-            if array.storage in ir.PACKED:
+            if array in self.rows:
+                size = self.rows[array]
+                if array.storage in ir.PACKED:
+                    size = size * ir.STORAGE_BITS[array.storage] // 8
+                text = f"{array.name}[t * {size} : (t + 1) * {size}]"
+            elif array.storage in ir.PACKED:
                 per = 8 // ir.STORAGE_BITS[array.storage]
                 shift = per.bit_length() - 1
                 text = f"{array.name}[a >> {shift} : (a + m + {per - 1}) >> {shift}]"
             out(f"{name} = {text}")
         for array, codes in self.codes_in.items():
-            out(f"_unpack{ir.STORAGE_BITS[array.storage]}({self.slices[array]}, {codes}, m)")
+            num = str(self.rows.get(array) or "m")
+            out(f"_unpack{ir.STORAGE_BITS[array.storage]}({self.slices[array]}, {codes}, {num})")
         for e, name in self.draws.items():
             keys = self.printer.print(e.args[1:], out, known)
             rng = f"_keyed({keys[0]})" if keys else "rng"
-            out(f"_{e.op}s({name}, m, a, {e.attr}, {rng})")
+            m, a = "m", "a"
+            if e in self.row_draws:
+                m, a = str(self.row_draws[e]), f"t * {self.row_draws[e]}"
+            out(f"_{e.op}s({name}, {m}, {a}, {e.attr}, {rng})")
         for e in walk(ir.with_blocks(self.roots)):
             block = {"bnum": "t", "bstart": "a", "blen": "m"}.get(e.op)
             if block is not None:
                 known[e] = f"{machine_type(e)}({block})"
-        self._name_block_values()
+        self.name_block_values()
 
-    def _name_block_values(self) -> None:
+    def name_block_values(self) -> None:
         """Names values that are the same in the whole block, as far as they are ready."""
         ready = [
             e
             for e in walk(self.roots)
-            if e.variance == 1
-            and not any(x.op == "fold" and x not in self.known for x in walk([e]))
+            if e.variance == 1 and not any(self._waits(x) for x in walk([e]))
         ]
         self._name(ready, variance=1)
+
+    def _waits(self, e: Expr) -> bool:
+        """Whether a value is of a reduction or an array of the block that is not there yet."""
+        if e.op == "local":
+            return e.attr not in self.ready
+        return e.op == "fold" and e not in self.known
 
     def _name(self, candidates: Iterable[Expr], variance: int = 0) -> None:
         for e in maximal(candidates, self.roots, variance):
@@ -140,34 +193,36 @@ class Loops:
 
     def fold(self, name: str, folds: list[Fold]) -> list[str]:
         """Prints one loop for some reductions; returns the names of their results."""
-        body = self._start(folds)
-        self._element(body, folds, [])
+        body = self.start(folds)
+        self.element(body, folds, [])
         # A sum may be taken in any order, so that it vectorises; nothing else is in this loop.
         loose = any(f.kind == "sum" and f.type == "float" for f in folds)
-        return self._call(name, body, folds, loose=loose)
+        return self.call(name, body, folds, loose=loose, row=folds[0].row)
 
     def finish(self, f: Fold, result: str) -> None:
         """Joins a block's own reduction with its start; later phases know it by name."""
         [init] = self.printer.print([f.init], self.out, self.known)
         text = self.printer.combined(f, f"{wide_type(f.type)}({init})", result, self.out)
+        if f.kind == "fold" and f.row is not None:  # of no element there is no result
+            text = f"({text} if {self.bounds(f.row)[0]} > 0 else {wide_type(f.type)}({init}))"
         if f.kind == "sum" and f.init.op == "const" and f.init.attr == 0:
             text = result
         name = self.printer.named(text, self.out)
         for e in walk(ir.with_blocks(self.roots)):
             if e.op == "fold" and e.attr is f:
                 self.known[e] = name
-        self._name_block_values()
+        self.name_block_values()
 
     @staticmethod
-    def _start(folds: Sequence[Fold], *args: str) -> _Body:
-        body = _Body()
+    def start(folds: Sequence[Fold], *args: str) -> Body:
+        body = Body()
         body.needs(*args)
         for j, f in enumerate(folds):
             body(f"acc{j} = {_identity(f)}")
         body.open("for i in range(m):")
         return body
 
-    def _accumulate(self, body: _Body, acc: str, f: Fold, text: str) -> None:
+    def _accumulate(self, body: Body, acc: str, f: Fold, text: str) -> None:
         if f.kind == "sum":
             body(f"{acc} = {self.printer.combined(f, acc, text, body)}")
         elif f.kind == "or":
@@ -179,28 +234,29 @@ class Loops:
         else:
             assert f.combine is not None and f.carry is not None and f.item is not None
             item = self.printer.assign(f"{wide_type(f.type)}({text})", body)
-            [both] = self._print(body, [f.combine], more={f.carry: acc, f.item: item})
+            [both] = self.print(body, [f.combine], more={f.carry: acc, f.item: item})
             body(f"{acc} = {item} if i == 0 else {wide_type(f.type)}({both})")
 
     # Stores.
 
     def store(self, name: str, stores: Sequence[Store], folds: list[Fold]) -> list[str]:
         """Prints one loop that writes arrays (and reduces), and the packing after it."""
-        body = self._start(folds)
-        self._element(body, folds, stores)
-        results = self._call(name, body, folds)
-        self._pack(stores)
+        body = self.start(folds)
+        self.element(body, folds, stores)
+        results = self.call(name, body, folds, row=stores[0].row)
+        self.pack(stores)
         return results
 
-    def _pack(self, stores: Iterable[Store]) -> None:
+    def pack(self, stores: Iterable[Store]) -> None:
         for s in stores:
             if s.array in self.codes_out:
                 bits = ir.STORAGE_BITS[s.array.storage]
-                self.out(f"_pack{bits}({self.codes_out[s.array]}, {self.slices[s.array]}, m)")
+                num = str(self.rows.get(s.array) or "m")
+                self.out(f"_pack{bits}({self.codes_out[s.array]}, {self.slices[s.array]}, {num})")
 
-    def _element(
+    def element(
         self,
-        body: _Body,
+        body: Body,
         folds: Sequence[Fold],
         stores: Sequence[Store],
         saved: dict[Array, str] | None = None,
@@ -208,7 +264,7 @@ class Loops:
     ) -> None:
         """Prints what is done for one element: reductions, the filter's mark, stores."""
         roots = [*(f.body for f in folds), *([mask] if mask is not None else [])]
-        texts = self._print(body, [*roots, *(s.value for s in stores)], saved)
+        texts = self.print(body, [*roots, *(s.value for s in stores)], saved)
         for j, f in enumerate(folds):
             self._accumulate(body, f"acc{j}", f, texts[j])
         if mask is not None:
@@ -221,102 +277,11 @@ class Loops:
             body.needs(target)
             body(f"{target}[i] = {stored(s.array, text)}")
 
-    # Filters.
-
-    def saves(self, p: ir.Compact) -> dict[Array, str]:
-        """Prints buffers for old values of arrays that a filter pass overwrites too early."""
-        read = set(loads(self.roots))
-        saved = {s.array: f"old_{s.array.name}" for s in p.stores if s.array in read}
-        for name in saved.values():
-            self.out(f"{name} = np.empty({self.tile}, f32)")
-        return saved
-
-    def can_share(self, p: ir.Compact) -> bool:
-        """Whether threads may share a filter pass: what one took without room can be put back."""
-        random = any(e.op in ir.RANDOM for e in walk([s.value for s in p.stores]))
-        return not (random or self.codes_out)
-
-    def mark(
-        self, name: str, p: ir.Compact, folds: list[Fold], saved: dict[Array, str]
-    ) -> list[str]:
-        """Prints a vector loop that marks elements and, for now, takes none."""
-        body = self._start(folds, "mask")
-        for array, old in saved.items():
-            body.needs(old, self.slices[array])
-            body(f"{old}[i] = {loaded(array, f'{self.slices[array]}[i]')}")
-        stores = self.printer.stores_if(p, False)
-        self._element(body, folds, stores, mask=p.filter.keep)
-        return self._call(name, body, folds)
-
-    def take(self, name: str, p: ir.Compact, saved: dict[Array, str]) -> None:
-        """Prints a loop over the few marked elements, in order, while there is room."""
-        body = _Body()
-        body.needs("mask", "count", "capacity", *(f"to_{s.array.name}" for s in p.emits))
-        body.needs("to_index", *(f"to_{old}" for old in saved.values()))
-        body("num_words = (m + 7) >> 3")
-        body("for i in range(m, num_words * 8):")
-        body("    mask[i] = u8(0)")
-        body("words = mask[: num_words * 8].view(u64)")
-        body.open("for w in range(num_words):")
-        body("word = words[w]")
-        body.open("while word != u64(0) and count < capacity:")
-        body("i = w * 8 + _first_byte(word)")
-        body("word &= word - u64(1)")
-        olds = {array: f"{old}[i]" for array, old in saved.items()}
-        texts = self._print(body, [s.value for s in p.emits], olds)
-        for s, text in zip(p.emits, texts, strict=True):
-            body(f"to_{s.array.name}[count] = {stored(s.array, text)}")
-        body("to_index[count] = a + i")
-        for old in saved.values():
-            body(f"to_{old}[count] = {old}[i]")
-            body.needs(old)
-        if p.stores:
-            self._element(body, [], self.printer.stores_if(p, True), olds)
-        body("count += 1")
-        body.depth -= 2
-        body("return count")
-        self._define(name, body)
-        self.out(f"count = {name}({body.signature})")
-        self._pack(p.stores)
-
-    def put_back(self, name: str, p: ir.Compact, saved: dict[Array, str]) -> None:
-        """Prints a loop over elements that a later range took without room: as if never taken."""
-        body = _Body()
-        body.needs("first", "to_index", *(f"to_{old}" for old in saved.values()))
-        body.open("for j in range(first, m):")
-        body("i = to_index[j]")
-        records = {array: f"to_{old}[j]" for array, old in saved.items()}
-        self._element(body, [], self.printer.stores_if(p, False), records)
-        self._define(name, body)
-        bound = {self.slices[array]: array.name for array in self.slices}
-        self.out(f"{name}({', '.join(['taken', '0', *(bound.get(a, a) for a in body.args)])})")
-
-    # Scatters.
-
-    def check(self, name: str, p: ir.Scatter) -> None:
-        body = self._start([], "I", p.array.name)
-        body.text.insert(0, f"    size = len({p.array.name})")
-        index, *bad = self._print(body, [p.index, *p.exprs[2:]])
-        body(f"k = i64({index})")
-        body(f"if {' or '.join(['k < 0', 'k >= size', *bad])}:")
-        body(f"    {self.printer.slots.int('status')} = 1")
-        self._call(name, body, [])
-
-    def scatter(self, name: str, p: ir.Scatter) -> None:
-        target = p.array.name
-        body = self._start([], target)
-        index, value = self._print(body, [p.index, p.value])
-        body(f"k = i64({index})")
-        old = loaded(p.array, f"{target}[k]")
-        total = f"_add({old}, {value})" if p.array.type == "int" else f"{old} + {value}"
-        body(f"{target}[k] = {stored(p.array, total)}")
-        self._call(name, body, [])
-
     # Functions.
 
-    def _print(
+    def print(
         self,
-        body: _Body,
+        body: Body,
         roots: list[Expr],
         saved: dict[Array, str] | None = None,
         more: Known | None = None,
@@ -325,7 +290,7 @@ class Loops:
         inside = self._inside(body, roots) | (more or {})
         return self.printer.print(roots, body, inside, self._spell(body, saved or {}))
 
-    def _inside(self, body: _Body, roots: list[Expr]) -> Known:
+    def _inside(self, body: Body, roots: list[Expr]) -> Known:
         texts: Known = {}
         seen: set[Expr] = set()
 
@@ -335,7 +300,7 @@ class Loops:
             seen.add(e)
             if e.op == "idx":
                 texts[e] = "(a + i)"
-            elif e.op == "lidx":
+            elif e.op in ("lidx", "ridx"):
                 texts[e] = f"{machine_type(e)}(i)"
             elif e in self.known and e.variance < 2:
                 text = texts[e] = self.known[e]
@@ -351,17 +316,21 @@ class Loops:
             visit(root)
         return texts
 
-    def _spell(self, body: _Body, saved: dict[Array, str]) -> Spell:
+    def _spell(self, body: Body, saved: dict[Array, str]) -> Spell:
         def spell(e: Expr, texts: list[str]) -> str:
             aligned = bool(e.args) and e.args[0].op == "idx"
-            if e.op == "load" and aligned:
+            if e.op == "local":
+                body.needs(self.locals[e.attr])
+                own = e.args[0].op in ("lidx", "ridx")
+                return f"{self.locals[e.attr]}[{'i' if own else texts[0]}]"
+            if e.op == "load" and aligned and e.attr in self.slices:
                 array: Array = e.attr
                 if array in saved:
-                    return saved[array]
+                    return loaded(array, saved[array])
                 source = self.codes_in.get(array) or self.slices[array]
                 body.needs(source)
                 return loaded(array, f"{source}[i]")
-            if e.op in ir.RANDOM and aligned:
+            if e in self.draws:
                 name = self.draws[e]
                 body.needs(name)
                 return f"{name}[i]" if e.op == "uniform" else f"i64({name}[i])"
@@ -375,8 +344,15 @@ class Loops:
 
         return spell
 
-    def _call(
-        self, name: str, body: _Body, folds: Sequence[Fold], *, loose: bool = False
+    def call(
+        self,
+        name: str,
+        body: Body,
+        folds: Sequence[Fold],
+        *,
+        loose: bool = False,
+        row: ir.Row | None = None,
+        whole: bool = False,
     ) -> list[str]:
         """Prints the function with its results, and the call; returns the results' names."""
         body.depth -= 1
@@ -386,13 +362,23 @@ class Loops:
         ]
         if ends:
             body(f"return {', '.join(ends)}")
-        self._define(name, body, loose=loose)
+        self.define(name, body, loose=loose)
         results = [self.printer.fresh() for _ in folds]
         target = f"{', '.join(results)} = " if results else ""
-        self.out(f"{target}{name}({body.signature})")
+        m, a = self.bounds(row)
+        if whole and row is not None:
+            m = str(row.count)
+        self.out(f"{target}{name}({', '.join([m, a, *body.args])})")
         return results
 
-    def _define(self, name: str, body: _Body, *, loose: bool = False) -> None:
+    def bounds(self, row: ir.Row | None) -> tuple[str, str]:
+        """Returns the elements of a loop and the index of the first, in the whole array."""
+        if row is None:
+            return "m", "a"
+        [length] = self.printer.print([row.length], self.out, self.known)
+        return f"i64({length})", f"t * {row.count}"
+
+    def define(self, name: str, body: Body, *, loose: bool = False) -> None:
         out = self.functions
         out('@njit(**_JIT, fastmath={"reassoc"})' if loose else "@njit(**_JIT)")
         out(f"def {name}({body.signature}):")

@@ -50,6 +50,14 @@ def _exponent(x: Any) -> Any:
     return i32(-150) if b == i32(0) else e
 
 
+def _bits(x: Any) -> Any:
+    return i64(f32(x).view(u32))
+
+
+def _from_bits(k: Any) -> Any:
+    return u32(k & i64(0xFFFFFFFF)).view(f32)
+
+
 def _power(e: Any) -> Any:
     """2.0 to the power of an int from -126 to 127."""
     return i32(i32(i32(e) + i32(127)) << i32(23)).view(f32)
@@ -322,6 +330,95 @@ def _first_byte(word: Any) -> Any:
     low = word & (~word + u64(1))
     # Eight times the byte number is the exponent of the bit; a float tells it.
     return i64((f64(low).view(i64) >> i64(52)) - i64(1023)) >> i64(3)
+
+
+def _places(marks: Any, m: Any, places: Any, room: Any) -> Any:
+    """The places of the first marks that are set, in order; the rest is 0. Returns how many.
+
+    Without a branch: each place is written, and overwritten where there was no mark. `places` has
+    room for m of them.
+    """
+    count = i64(0)
+    for i in range(m):
+        places[count] = i32(i)
+        count += i64(marks[i])
+    count = min(count, i64(room))
+    places[count:room] = 0
+    return count
+
+
+def _order(keys: Any, m: Any, places: Any) -> None:
+    """The places of keys in ascending order; equal ones keep their order."""
+    places[:m] = np.argsort(keys[:m], kind="mergesort")
+
+
+def _count_from(keys: Any, m: Any, limit: Any) -> Any:
+    """How many keys reach a limit."""
+    count = i32(0)
+    for i in range(m):
+        count = i32(count + (i32(1) if keys[i] >= limit else i32(0)))
+    return i64(count)
+
+
+def _mark_from(keys: Any, m: Any, limit: Any, marks: Any) -> None:
+    for i in range(m):
+        marks[i] = u8(keys[i] >= limit)
+
+
+def _least_and_most(keys: Any, m: Any) -> Any:
+    least, most = keys[0], keys[0]
+    for i in range(m):
+        k = keys[i]
+        least = k if k < least else least
+        most = k if k > most else most
+    return i64(least), i64(most)
+
+
+def _largest(keys: Any, m: Any, places: Any, room: Any, marks: Any, found: Any) -> None:
+    """The places of the largest keys, in ascending order; of equal ones the first.
+
+    The limit is found by counting the keys that reach the middle of what is left: each count is a
+    vector loop over the cache. `marks` and `found` are scratch memory.
+    """
+    wanted = min(i64(room), i64(m))
+    places[:room] = 0
+    if wanted == 0:
+        return
+    low, high = _least_and_most(keys, m)
+    reach, above = i64(m), i64(0)
+    if low < high:
+        count = _count_from(keys, m, keys.dtype.type(low + 1))
+        if count < wanted:  # mostly one value, as zeros in a sparse gradient
+            high, above = low, count
+    step = (high - low) >> 4  # first down from the top: few are wanted
+    while reach != wanted and low < high:
+        middle = (low | high) - ((low ^ high) >> 1)  # no sum that may wrap
+        if step > 0 and middle < high - step:
+            middle = high - step
+            step *= 4
+        else:
+            step = i64(0)
+        count = _count_from(keys, m, keys.dtype.type(middle))
+        if count >= wanted:
+            low, reach, step = middle, count, i64(0)
+        else:
+            high, above = middle - 1, count
+    limit = keys.dtype.type(low)
+    equal = wanted - above if reach != wanted else i64(m)
+    _mark_from(keys, m, limit, marks)
+    _places(marks, m, found, reach)
+    if reach == wanted:
+        places[:wanted] = found[:wanted]
+        return
+    count = i64(0)
+    for j in range(reach):
+        i = found[j]
+        if keys[i] == limit:
+            if equal == 0:
+                continue
+            equal -= 1
+        places[count] = i
+        count += 1
 
 
 def _select(values: Any, rank: Any) -> Any:

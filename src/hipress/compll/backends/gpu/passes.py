@@ -21,6 +21,7 @@ from hipress.compll.backends.gpu.kernel import (
     loaded,
     stored,
 )
+from hipress.compll.backends.gpu.locals import print_local
 from hipress.compll.backends.gpu.tiles import Tile
 from hipress.compll.backends.render import pass_method, wide_type
 from hipress.compll.ir import Array, Expr, Fold, Store, loads, walk
@@ -54,7 +55,7 @@ class Passes(KernelPrinter):
             self._elements(name, p)
 
     def _elements(self, name: str, p: ir.Loop) -> None:
-        stores = [s for phase in p.phases for s in phase.stores]
+        stores = [*(s for phase in p.phases for s in phase.stores), *p.row_stores]
         exprs = ir.pass_exprs(p)
         exprs += [self.running[a].fold.body for a in loads(exprs) if a in self.running]
         tile = Tile(self, p.length, p.block, exprs, stores)
@@ -64,7 +65,10 @@ class Passes(KernelPrinter):
             whole = [f for f in phase.folds if f.block is None]
             for f, body in zip(whole, tile.bodies(whole), strict=True):
                 self._keep_part(name, tile, f, body)
+            for x in phase.locals:
+                print_local(tile, x)
             tile.store(phase.stores)
+        tile.store(p.row_stores)
         tile.block_store(p.block_stores)
         tile.close(name)
         self._join(name, [f for f in ir.pass_folds(p) if f.block is None], tile.grid, tile)

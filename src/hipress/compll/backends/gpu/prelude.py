@@ -61,6 +61,14 @@ def _exponent(x: Any) -> Any:
     return tl.where(b == 0, -150, e)
 
 
+def _bits(x: Any) -> Any:
+    return x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+
+
+def _from_bits(k: Any) -> Any:
+    return (k & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
 def _power(e: Any) -> Any:
     """2.0 to the power of an int from -126 to 127."""
     return ((e.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
@@ -156,6 +164,15 @@ def _unpack(units: Any, BITS: tl.constexpr, UNIT: tl.constexpr) -> Any:
     per: tl.constexpr = UNIT // BITS
     parts = units.to(tl.int32)[:, :, None] >> (tl.arange(0, per) * BITS)[None, None, :]
     return tl.reshape(parts & (2**BITS - 1), [units.shape[0], units.shape[1] * per])
+
+
+def _partner(x: Any, STEP: tl.constexpr) -> Any:
+    """The element at column i ^ STEP, a power of two, for each column i: the other of a pair."""
+    rows: tl.constexpr = x.shape[0]
+    cols: tl.constexpr = x.shape[1]
+    pairs = tl.reshape(x.to(tl.int32, bitcast=True), [rows, cols // (2 * STEP), 2, STEP])
+    other = pairs ^ tl.xor_sum(pairs, axis=2, keep_dims=True)
+    return tl.reshape(other, [rows, cols]).to(tl.float32, bitcast=True)
 
 
 def _rng(seed: Any, stream: Any, step: Any) -> Any:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from hipress.compll import ir
+from hipress.compll.backends.gpu import locals as locals_
 from hipress.compll.backends.gpu.kernel import (
     KernelPrinter,
     Launch,
@@ -23,6 +25,21 @@ from hipress.compll.backends.gpu.kernel import (
 from hipress.compll.backends.render import Known, machine_type, wide_type
 from hipress.compll.ir import Array, Expr, Fold, Store, loads, walk
 from hipress.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a value of an element has a column for: each element of a block, or of a row."""
+
+    count: int
+    width: int
+    """The power of two from `count` on."""
+    suffix: str = ""
+    """At the end of the names `cols`, `offs` and `live`."""
+
+    def name(self, what: str) -> str:
+        return what + self.suffix
+
 
 ELEMENTS = 4096
 """Elements of a tile, unless a block is larger."""
@@ -85,10 +102,20 @@ class Tile:
             )
         self.span = self.rows * self.block
         """Elements from one tile to the next."""
+        self.own = Columns(self.block, self.cols)
+        self.row_columns = {
+            count: Columns(count, _power_above(count), f"_r{count}") for count in _rows(everything)
+        }
+        self.locals: dict[ir.Local, str] = {}
         self.masked = self.block != self.cols
         """Whether even a full tile has columns that are not there."""
+        self.row_arrays = {s.array: s.row.count for s in stores if s.row is not None}
+        if block is not None:
+            owned = [e for e in walk(everything) if e.op == "load" and e.args[0].op == "idx"]
+            inner = [e for e in owned if e.args[0].attr is not length]
+            self.row_arrays |= {e.attr: ir.row_count(e.args[0].attr) for e in inner}
         self.units = {
-            a: 32 if self.block * ir.STORAGE_BITS[a.storage] % 32 == 0 else 8
+            a: 32 if self._each(a) * ir.STORAGE_BITS[a.storage] % 32 == 0 else 8
             for a in (*loads(everything), *(s.array for s in stores))
             if a.storage in ir.PACKED
         }
@@ -104,6 +131,21 @@ class Tile:
     def shape(self) -> str:
         return f"[{self.rows}, {self.cols}]"
 
+    def _each(self, array: Array) -> int:
+        return self.row_arrays.get(array, self.block)
+
+    def columns(self, e: Expr) -> Columns:
+        """Returns the columns of a value: those of the indices that it is made of."""
+        for x in walk([e]):
+            if x.op == "ridx":
+                return self.row_columns[x.attr[1]]
+            if x.op == "idx" and self._is_row(x):
+                return self.row_columns[ir.row_count(x.attr)]
+        return self.own
+
+    def _is_row(self, index: Expr) -> bool:
+        return index.attr is not self.length
+
     # Opening.
 
     def open(self, name: str, arrays: Iterable[Array], more: str = "") -> None:
@@ -117,7 +159,7 @@ class Tile:
         printer.draws(everything)
         for e, text in known.items():
             if not text.isidentifier():
-                known[e] = self._named(text)
+                known[e] = self.named(text)
         out(f"start = t * {self.span}")
         out(f"cols = tl.arange(0, {self.cols})[None, :]")
         if self.rows > 1:
@@ -142,9 +184,20 @@ class Tile:
             "blen": f"tl.maximum(tl.minimum(length - block * {self.block}, {self.block}), 1)",
         }
         for op, e in leaves.items():
-            known[e] = self._named(cast(f"({texts[op]})", machine_type(e)))
+            known[e] = self.named(cast(f"({texts[op]})", machine_type(e)))
+        for c in self.row_columns.values():
+            if c.width > MAX_BLOCK:
+                raise BackendError(
+                    f"a row of {c.count} elements does not fit a GPU program; use rows of at most "
+                    f"{MAX_BLOCK}, or the cpu backend."
+                )
+            s = c.suffix
+            out(f"cols{s} = tl.arange(0, {c.width})[None, :]")
+            out(f"offs{s} = tl.arange(0, {self.rows})[:, None] * {c.count} + cols{s}")
+            there = f"((block * {self.block} < length)[:, None])"
+            out(f"live{s} = {there} & (cols{s} < {c.count})")
 
-    def _named(self, text: str) -> str:
+    def named(self, text: str) -> str:
         return self.printer.assign(text, self.out)
 
     # Values.
@@ -153,16 +206,26 @@ class Tile:
         return self.printer.print(roots, self.out, self.known, self.spell, self.often)
 
     def spell(self, e: Expr, args: list[str]) -> str:
+        if e.op == "ridx":
+            return cast(self.columns(e).name("cols"), machine_type(e))
+        if e.op == "local":
+            return locals_.element(self, e, args[0])
+        if e.op == "idx" and self._is_row(e):
+            c = self.columns(e)
+            return cast(f"(t * {self.rows * c.count} + {c.name('offs')})", machine_type(e))
         if e.op == "idx":
             return "(start + offs)" if machine_type(e) == "i64" else cast("(start + offs)", "i32")
         if e.op == "lidx":
             return "cols" if machine_type(e) == "i32" else cast("cols", "i64")
         aligned = bool(e.args) and e.args[0].op == "idx"
-        if e.op == "load" and aligned:
+        if e.op == "load" and aligned and not ir.splits_bytes(e.attr, self._each(e.attr)):
             return self._own(e.attr)
         if e.is_load:
-            masks = {1: f"block * {self.block} < length", 2: "live"}
+            masks = {1: f"block * {self.block} < length"}
+            if e.variance == 2:
+                masks[2] = self.columns(e).name("live")
             return self.printer.loaded(e, args[0], masks.get(e.variance, ""))
+        aligned = aligned and not self._is_row(e.args[0])
         if e.op == "add" and e.type == "float":
             for k in (0, 1):
                 if self._fusable(e.args[k]):
@@ -176,6 +239,7 @@ class Tile:
     def _fusable(self, e: Expr) -> bool:
         """Whether a random float is only added to something, and is for the tile's elements."""
         own = e.op == "uniform" and e.args[0].op == "idx" and len(e.args) == 1
+        own = own and not self._is_row(e.args[0])
         return own and not self.masked and e not in self.often
 
     def _bits(self, e: Expr, rng: str) -> str:
@@ -190,18 +254,34 @@ class Tile:
             start = cast(f"({self.print([sums.fold.init])[0]})", "i64")
             return f"({start} + tl.load({sums.before} + t) + tl.cumsum({item}, axis=1))"
         if array.storage not in ir.PACKED:
-            place = f"{array.name} + start + offs"
             if array is self.printer.kernel.input and array.storage != "f32":
                 # A thread takes four elements in a row, as of 32 bits, not eight: so floats add up
                 # in the same order, and nothing has to be handed from thread to thread.
-                place = f"tl.max_contiguous({place}, [1, 4])"
-            return loaded(array, f"tl.load({place}, mask=live)")
+                place = f"tl.max_contiguous({array.name} + start + offs, [1, 4])"
+                return loaded(array, f"tl.load({place}, mask=live)")
+            return loaded(array, f"tl.load({self._place(array)})")
         bits, unit = ir.STORAGE_BITS[array.storage], self.units[array]
         return f"_unpack({self._units(array, 'tl.load')}, {bits}, {unit})"
+
+    def _place(self, array: Array, value: str = "") -> str:
+        """Returns what a load or store of the tile's elements is called with."""
+        count, given = self.row_arrays.get(array), f", {value}" if value else ""
+        if count is None:
+            return f"{array.name} + start + offs{given}, mask=live"
+        c = self.row_columns[count]
+        at = f"{array.name} + t * {self.rows * count} + {c.name('offs')}"
+        return f"{at}{given}, mask={c.name('live')}"
 
     def _units(self, array: Array, call: str, value: str = "") -> str:
         """Returns a load or store of the units that hold the tile's codes."""
         per = self.units[array] // ir.STORAGE_BITS[array.storage]
+        if array in self.row_arrays:
+            c = self.row_columns[self.row_arrays[array]]
+            width, stride = c.width // per, c.count // per
+            lanes = f"tl.arange(0, {width})[None, :]"
+            at = f"(t * {self.rows} + tl.arange(0, {self.rows})[:, None]) * {stride} + {lanes}"
+            there = f"(block * {self.block} < length)[:, None] & ({lanes} < {stride})"
+            return f"{call}({array.name} + {at}{f', {value}' * bool(value)}, mask={there})"
         width, stride = self.cols // per, self.block // per
         at = f"tl.arange(0, {width})[None, :]"
         if self.rows > 1:
@@ -212,10 +292,10 @@ class Tile:
         given = f", {value}" if value else ""
         return f"{call}({array.name} + {first} + {at}{given}, mask={mask})"
 
-    def whole(self, text: str, e: Expr) -> str:
+    def whole(self, text: str, e: Expr, columns: Columns | None = None) -> str:
         if e.variance == 1:
             text = f"{text}[:, None]"
-        return f"tl.broadcast_to({text}, {self.shape})"
+        return f"tl.broadcast_to({text}, [{self.rows}, {(columns or self.own).width}])"
 
     # Reductions.
 
@@ -223,18 +303,33 @@ class Tile:
         """Prints what reductions are over; returns names of whole tiles without dead elements."""
         names = []
         for f in folds:
-            text = self.whole(self.print([f.body])[0], f.body)
+            text = self.whole(self.print([f.body])[0], f.body, self.over(f.row))
             if f.kind in ("max", "min") and f.type == "float":
                 text = f"_key({text})"
             elif f.kind == "or":
                 text = cast(text, "i32")
             elif f.type == "int":
                 text = cast(text, "i64")
-            name = self._named(text)
-            if f.kind != "fold":
+            name = self.named(text)
+            if f.kind != "fold" and f.row is not None:
+                self.out(f"{name} = tl.where({self.in_use(f.row)}, {name}, {identity(f)})")
+            elif f.kind != "fold":
                 self._if_masked(f"{name} = tl.where(live, {name}, {identity(f)})")
             names.append(name)
         return names
+
+    def over(self, row: ir.Row | None) -> Columns:
+        return self.own if row is None else self.row_columns[row.count]
+
+    def in_use(self, row: ir.Row | None) -> str:
+        """Returns which places of a row (or elements of a block) are there."""
+        if row is None:
+            live = self.named(f"tl.full({self.shape}, 1, tl.int1)")
+            self._if_masked(f"{live} = live")
+            return live
+        c, [length] = self.over(row), self.print([row.length])
+        length = f"({length})[:, None]" if row.length.variance == 1 else length
+        return f"({c.name('live')} & ({c.name('cols')} < {length}))"
 
     def _if_masked(self, line: str) -> None:
         self.out("if True:" if self.masked else "if TAIL:")
@@ -246,8 +341,11 @@ class Tile:
         if f.kind == "sum":
             return f"tl.sum({body}{comma})"
         if f.kind == "fold":
-            there = self._named(f"tl.full({self.shape}, 1, tl.int32)")
-            self._if_masked(f"{there} = live.to(tl.int32)")
+            there = self.named(f"tl.full({self.shape}, 1, tl.int32)")
+            if f.row is not None:
+                self.out(f"{there} = {self.in_use(f.row)}.to(tl.int32)")
+            else:
+                self._if_masked(f"{there} = live.to(tl.int32)")
             join = self.printer.combine_name(f)
             pair = f"tl.reduce(({there}, {body}), 1, {join})"
             # One axis after the other: a reshape of the pair would let Triton put the elements of
@@ -264,11 +362,14 @@ class Tile:
             if not (f.kind == "sum" and f.init.op == "const" and f.init.attr == 0):
                 init = cast(f"({init})", wide_type(f.type))
                 result = self.printer.combined(f, init, f"({result})", self.out)
-            name = self._named(result)
+                if f.kind == "fold" and f.row is not None:  # of no element there is no result
+                    [length] = self.print([f.row.length])
+                    result = f"tl.where({length} > 0, {result}, {init})"
+            name = self.named(result)
             for e in walk(ir.with_blocks(self.roots)):
                 if e.op == "fold" and e.attr is f:
                     is_float = f.type == "float"
-                    self.known[e] = name if is_float else self._named(cast(name, machine_type(e)))
+                    self.known[e] = name if is_float else self.named(cast(name, machine_type(e)))
 
     # Stores.
 
@@ -276,13 +377,17 @@ class Tile:
         """Prints the writes of the tile's elements; all is read before anything is written."""
         texts = self.print(s.value for s in stores)
         typed = zip(texts, stores, strict=True)
-        names = [self._named(self.whole(text, s.value)) for text, s in typed]
+        names = [self.named(self.whole(text, s.value, self.over(s.row))) for text, s in typed]
         for name, s in zip(names, stores, strict=True):
             array = s.array
             if array.storage in ir.PACKED:
                 bits, unit = ir.STORAGE_BITS[array.storage], self.units[array]
-                codes = self._named(cast(name, "i32"))
-                self._if_masked(f"{codes} = tl.where(live, {codes}, 0)")
+                codes = self.named(cast(name, "i32"))
+                if s.row is not None:
+                    live = self.over(s.row).name("live")
+                    self.out(f"{codes} = tl.where({live}, {codes}, 0)")
+                else:
+                    self._if_masked(f"{codes} = tl.where(live, {codes}, 0)")
                 units = f"_pack({codes}, {bits}, {unit})" + ".to(tl.uint8)" * (unit == 8)
                 self.out(self._units(array, "tl.store", units))
             else:
@@ -292,11 +397,17 @@ class Tile:
                 self.write(array, name)
 
     def write(self, array: Array, name: str) -> None:
-        self.out(f"tl.store({array.name} + start + offs, {stored(array, name)}, mask=live)")
+        self.out(f"tl.store({self._place(array, stored(array, name))})")
 
     def block_store(self, stores: Iterable[Store]) -> None:
-        for s in stores:
-            text = f"tl.broadcast_to({self.print([s.value])[0]}, [{self.rows}])"
+        stores, read = list(stores), set(loads(ir.with_blocks(self.roots)))
+        texts = [
+            f"tl.broadcast_to({t}, [{self.rows}])" for t in self.print(s.value for s in stores)
+        ]
+        if any(s.array in read for s in stores):  # by all threads, before one overwrites it
+            texts = [self.named(text) for text in texts]
+            self.out("tl.debug_barrier()")
+        for s, text in zip(stores, texts, strict=True):
             there = f"block * {self.block} < length"
             self.out(f"tl.store({s.array.name} + block, {stored(s.array, text)}, mask={there})")
 
@@ -329,6 +440,20 @@ class Tile:
     @property
     def grid(self) -> str:
         return self.printer.tiles_text(self.length, self.span)
+
+
+def _rows(exprs: Iterable[Expr]) -> list[int]:
+    """Returns the sizes of the rows that a pass over blocks works on."""
+    counts: dict[int, None] = {}
+    for e in walk(exprs):
+        if e.op == "ridx":
+            counts[e.attr[1]] = None
+        elif e.op == "local":
+            x = e.attr
+            rooms = [x.room] if x.kind in ("filter", "sort", "largest", "scatter") else []
+            rooms += [x.row.count] if x.row is not None else []
+            counts |= dict.fromkeys(rooms)
+    return sorted(counts)
 
 
 def _power_above(number: int) -> int:

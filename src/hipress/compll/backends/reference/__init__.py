@@ -6,7 +6,8 @@ them. Nothing is fused, packed or tiled, so there is little to get wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from hipress.compll import ir
 from hipress.compll.backends.host import (
@@ -34,6 +35,8 @@ _OPS = {
     "exp2": "np.asarray(np.exp2(np.asarray({}, f64)), f32)",
     "log2": "np.asarray(np.log2(np.asarray({}, f64)), f32)",
     "exponent": "_exponent({})",
+    "bits": "_bits({})",
+    "from_bits": "_from_bits({})",
     "power": "np.asarray(np.exp2(np.asarray({}, f64)), f32)",
     "float": "np.asarray({}, f32)",
     "sent": "f32({})",
@@ -65,6 +68,9 @@ class _KernelPrinter(Printer):
         self.known: dict[Expr, str] = {}
         self.folds: dict[Fold, str] = {}
         self.block: int | None = None
+        self.row: ir.Row | None = None
+        """The row that values are printed for, if not the block's elements."""
+        self.locals: dict[ir.Local, str] = {}
 
     def source(self) -> str:
         k, out = self.kernel, self.out
@@ -103,7 +109,12 @@ class _KernelPrinter(Printer):
         if e.is_load:
             return self._load(e, args[0])
         if e.op == "idx":
-            return "np.arange(a, a + m)" if self.block else f"np.arange({self._len(e.attr)})"
+            start, end = self._part()
+            return f"np.arange({start}, {end})" if self.block else f"np.arange({self._len(e.attr)})"
+        if e.op == "ridx":
+            return f"np.arange({e.attr[1]})"
+        if e.op == "local":
+            return f"_at({self.locals[e.attr]}, {args[0]})"
         if e.op == "lidx":
             return "np.arange(m)"
         if e.op in ("bnum", "bstart", "blen"):
@@ -127,8 +138,15 @@ class _KernelPrinter(Printer):
         if array.storage != "f32":
             whole = f"_load({array.name}, {array.storage!r}, {self._len(array.length)})"
         if e.args[0].op == "idx" and e.op == "load":
-            return f"{whole}[a : a + m]" if self.block else whole
+            start, end = self._part()
+            return f"{whole}[{start} : {end}]" if self.block else whole
         return f"{whole}[{index}]" if e.op == "load" else f"_at({whole}, {index})"
+
+    def _part(self) -> tuple[str, str]:
+        """Returns where the block's part of an array starts and ends."""
+        if self.row is None:
+            return "a", "a + m"
+        return f"t * {self.row.count}", f"(t + 1) * {self.row.count}"
 
     def _len(self, length: Expr) -> str:
         return self.value(length) if not length.host else self._size(length)
@@ -218,6 +236,10 @@ class _KernelPrinter(Printer):
         for name in parts.values():
             out(f"{name} = []")
         outside = dict(self.known)
+        for s in p.row_stores:
+            self._alloc(s.array)
+            codes[s.array] = self.fresh()
+            out(f"{codes[s.array]} = np.zeros({self._size(s.array.length)}, {_dtype(s.array)})")
         out.open(f"for t in range(-(-{length} // {p.block})):")
         out(f"a = t * {p.block}")
         out(f"m = min({p.block}, {length} - a)")
@@ -227,21 +249,72 @@ class _KernelPrinter(Printer):
                 if f.block is None:
                     out(f"{parts[f]}.append(_whole({self.value(f.body)}, m))")
                 else:
-                    self._fold(f, "m")
+                    self._row(f.row, partial(self._block_fold, f))
+            for x in phase.locals:
+                self._row(x.row, partial(self._local, x))
             for s in phase.stores:
                 out(f"{codes[s.array]}[a : a + m] = {self.value(s.value)}")
         for s in p.block_stores:
             out(f"{codes[s.array]}[t] = {self.value(s.value)}")
+        for s in p.row_stores:
+            self._row(s.row, partial(self._row_store, s, codes[s.array]))
         out.depth -= 1
         self.block = None
         self.known = outside
-        for s in (*stores, *p.block_stores):
+        for s in (*stores, *p.block_stores, *p.row_stores):
             out(f"_save({s.array.name}, {s.array.storage!r}, {codes[s.array]})")
         for f, part in parts.items():
             whole = self.fresh()
             empty = {"float": "f32", "int": "i64", "bool": "bool"}[f.type]
             out(f"{whole} = np.concatenate([np.zeros(0, {empty}), *{part}])")
             self._fold(f, f"len({whole})", whole)
+
+    def _row(self, row: ir.Row | None, act: Callable[[str], None]) -> None:
+        """Prints something over a row, or over the block's elements."""
+        size = "m" if row is None else f"int({self.value(row.length)})"
+        self.row = row
+        act(size)
+        self.row = None
+
+    def _block_fold(self, f: Fold, size: str) -> None:
+        body = "" if f.row is None else f"_whole({self.value(f.body)}, {f.row.count})[:{size}]"
+        self._fold(f, size, body)
+
+    def _row_store(self, s: Store, target: str, size: str) -> None:
+        start, _ = self._part()
+        text = f"_whole({self.value(s.value)}, {s.row.count})[:{size}]"  # type: ignore[union-attr]
+        self.out(f"{target}[{start} : {start} + {size}] = {text}")
+
+    def _local(self, x: ir.Local, size: str) -> None:
+        """Prints an array of the block; places that are not used are 0."""
+        out, room = self.out, x.room
+        all_ = "m" if x.row is None else str(x.row.count)
+        body = f"_whole({self.value(x.body)}, {all_})"
+        name = self.locals[x] = self.fresh()
+        if x.kind == "keep":
+            out(f"{name} = {body}.copy()")
+        elif x.kind == "scan":
+            assert x.fold is not None
+            acc = self.fresh()
+            out(f"{acc}, {name} = {self.value(x.fold.init)}, {body}.copy()")
+            out.open(f"for k in range({size}):")
+            out(f"item = {name}[k]")
+            self._combine_any(x.fold, acc)
+            out(f"{name}[k] = {acc}")
+            out.depth -= 1
+        elif x.kind == "scatter":
+            assert x.index is not None and x.size is not None
+            index = f"_whole({self.value(x.index)}, {all_})[:{size}]"
+            where = self.assign(index, out)
+            length = self.value(x.size)
+            self._check_index(where, length)
+            kind = "f32" if x.type == "float" else "i64"
+            out(f"{name} = np.zeros({length}, {kind})")
+            out(f"np.add.at({name}, {where}, {body}[:{size}])")
+        else:
+            how = {"filter": "np.flatnonzero({})", "sort": 'np.argsort({}, kind="stable")'}
+            text = how.get(x.kind, f"_largest({{}}, {room})").format(f"{body}[:{size}]")
+            out(f"{name} = _padded({text}[:{room}], {room})")
 
     def compact(self, p: ir.Compact) -> None:
         out = self.out
@@ -299,16 +372,28 @@ class _KernelPrinter(Printer):
         self._alloc(p.array)
         out(f"{acc}, {rows} = {init}, []")
         out.open(f"for item in _whole({body}, {length}):")
-        text = {"sum": f"{acc} + item", "max": f"max({acc}, item)", "min": f"min({acc}, item)"}
-        if f.kind == "fold":
-            self._combine(f, acc)
-        else:
-            out(f"{acc} = {text[f.kind]}")
+        self._combine_any(f, acc)
         out(f"{rows}.append({acc})")
         out.depth -= 1
         kind = "f32" if f.type == "float" else "i64"
         target = f"{p.array.name}[: len({rows})]"
         out(f"_save({target}, {p.array.storage!r}, np.array({rows}, {kind}))")
+
+    def _combine_any(self, f: Fold, acc: str) -> None:
+        text = {"sum": f"{acc} + item", "max": f"max({acc}, item)", "min": f"min({acc}, item)"}
+        if f.kind == "fold":
+            self._combine(f, acc)
+        else:
+            self.out(f"{acc} = {text[f.kind]}")
+
+    def _check_index(self, where: str, size: str, *bad: str) -> None:
+        out = self.out
+        wrong = " | ".join([f"({where} < 0)", f"({where} >= {size})", *bad])
+        out(f"if np.any({wrong}):")
+        if self.kernel.input is None:
+            out('    return "an index in the payload is out of range or out of order"')
+        else:
+            out('    raise IndexError("an index of a scatter is out of range")')
 
     def scatter(self, p: ir.Scatter) -> None:
         out = self.out
@@ -317,12 +402,7 @@ class _KernelPrinter(Printer):
         size = self._size(p.array.length)
         where = self.fresh()
         out(f"{where} = _whole({index}, {length})")
-        wrong = " | ".join([f"({where} < 0)", f"({where} >= {size})", *bad])
-        out(f"if np.any({wrong}):")
-        if self.kernel.input is None:
-            out('    return "an index in the payload is out of range or out of order"')
-        else:
-            out('    raise IndexError("an index of a scatter is out of range")')
+        self._check_index(where, size, *bad)
         total = self.fresh()
         self._alloc(p.array)
         if p.clear:

@@ -67,6 +67,17 @@ def _at(values: Any, ix: Any) -> Any:
     return values[np.clip(ix, 0, len(values) - 1)]
 
 
+def _padded(places: Any, room: Any) -> Any:
+    whole = np.zeros(room, i64)
+    whole[: len(places)] = places
+    return whole
+
+
+def _largest(keys: Any, count: Any) -> Any:
+    """The places of the largest keys, in ascending order; of equal ones the first."""
+    return np.sort(np.argsort(-keys, kind="stable")[:count])
+
+
 def _idiv(a: Any, b: Any) -> Any:
     """Towards zero, as in C; by zero gives 0."""
     safe = np.where(b == 0, 1, b)
@@ -103,6 +114,14 @@ def _exponent(x: Any) -> Any:
     """floor(log2(abs(x))); -150 for 0, 128 for NaN and infinities."""
     e = np.frexp(np.abs(np.asarray(x, f64)))[1].astype(i64) - 1
     return np.where(x == 0, -150, np.where(np.isfinite(x), e, 128))
+
+
+def _bits(x: Any) -> Any:
+    return np.asarray(x, f32).view(np.uint32).astype(i64)
+
+
+def _from_bits(k: Any) -> Any:
+    return (np.asarray(k, i64) & 0xFFFFFFFF).astype(np.uint32).view(f32)
 
 
 def _fold_sum(values: Any, init: Any) -> Any:

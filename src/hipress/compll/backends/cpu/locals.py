@@ -1,0 +1,128 @@
+"""Arrays that a block has for itself, each made by a loop of its own."""
+
+from __future__ import annotations
+
+from hipress.compll import ir
+from hipress.compll.backends.cpu.buffers import is_own, local_type, pair_step
+from hipress.compll.backends.cpu.loops import Body, Loops
+from hipress.compll.backends.render import Known, wide_type
+from hipress.compll.ir import Expr, walk
+
+
+def print_local(loops: Loops, name: str, x: ir.Local) -> None:
+    """Prints the loop that makes an array, and what follows it; unused places are 0."""
+    target = loops.locals[x]
+    if x.kind == "scan":
+        _scan(loops, name, x, target)
+    elif x.kind == "scatter":
+        _scatter(loops, name, x, target)
+    elif x.kind == "keep":
+        if step := pair_step(x):
+            _keep_pairs(loops, name, x, target, step)
+        else:
+            _write(loops, name, x, target, f"{local_type(x)}({{}})", whole=True)
+    else:
+        is_float = x.body.type == "float"
+        kind = "u8" if x.kind == "filter" else ("i32" if is_float else "i64")
+        of = loops.buffer(kind)
+        # Zeros of both signs are equal.
+        form = "_key({} + f32(0))" if is_float else f"{kind}({{}})"
+        _write(loops, name, x, of, form)
+        m = loops.bounds(x.row)[0]
+        if x.kind == "filter":
+            loops.out(f"_places({of}, {m}, {target}, {x.room})")
+        elif x.kind == "sort":
+            loops.out(f"_order({of}, {m}, {target})")
+        else:
+            more = f"{loops.buffer('u8')}, {loops.buffer('i32')}"
+            loops.out(f"_largest({of}, {m}, {target}, {x.room}, {more})")
+    loops.ready.add(x)
+    loops.name_block_values()
+
+
+def _write(
+    loops: Loops, name: str, x: ir.Local, into: str, form: str, *, whole: bool = False
+) -> None:
+    body = loops.start([], into)
+    body(f"{into}[i] = {form.format(*loops.print(body, [x.body]))}")
+    loops.call(name, body, [], row=x.row, whole=whole)
+
+
+def _keep_pairs(loops: Loops, name: str, x: ir.Local, target: str, step: int) -> None:
+    """Elements i and i + step side by side; both are read before one is written.
+
+    From 8 on, slices of `step` elements: a loop over computed indices would be unrolled instead of
+    vectorised (0.70 against 2.15 ms for 4 million elements and a step of 16).
+    """
+    body, texts = Body(), []
+    body.needs(target)
+    body.open(f"for b in range(0, m, {2 * step}):")
+    if step >= 8:
+        body.needs(f"step_{step}")
+        loops.out(f"step_{step} = min(I[0] + {step}, {step})")
+        for source in sorted({target, *(loops.locals[e.attr] for e in _reads(x))}):
+            body.needs(source)
+            body(f"low_{source} = {source}[b : b + {step}]")
+            body(f"high_{source} = {source}[b + {step} : b + {2 * step}]")
+    body.open(f"for j in range({f'step_{step}' if step >= 8 else step}):")
+    for half in (0, 1):
+        body(f"i = b + j{f' + {step}' * half}")
+        known = _in_pair(loops, x, step, half)
+        [text] = loops.print(body, [x.body], more=known)
+        texts.append(loops.printer.assign(f"{local_type(x)}({text})", body))
+    low, high = f"{target}[b + j]", f"{target}[i]"
+    if step >= 8:
+        low, high = f"low_{target}[j]", f"high_{target}[j]"
+    body(f"{low} = {texts[0]}")
+    body(f"{high} = {texts[1]}")
+    body.depth = 2
+    loops.call(name, body, [], row=x.row, whole=True)
+
+
+def _reads(x: ir.Local) -> list[Expr]:
+    return [e for e in walk([x.body]) if e.op == "local"]
+
+
+def _in_pair(loops: Loops, x: ir.Local, step: int, half: int) -> Known:
+    """Returns what the element's half of a pair tells: its partner, and its bit of the index."""
+    known: Known = {}
+    for e in walk([x.body]):
+        if e.op == "xor" and is_own(*e.args) and e.args[1].attr == step:
+            known[e] = f"(i {'-' if half else '+'} {step})"
+        elif e.op == "and" and is_own(*e.args) and e.args[1].attr == step:
+            known[e] = f"i32({step * half})"
+        elif e.op == "and" and e.args[1].op == "const" and e.args[1].attr == 1:
+            shift = e.args[0]
+            if shift.op == "shr" and is_own(*shift.args) and 1 << shift.args[1].attr == step:
+                known[e] = f"i32({half})"
+    for e in _reads(x) if step >= 8 else ():
+        is_high = (e.args[0].op == "xor") != bool(half)
+        known[e] = f"{'high' if is_high else 'low'}_{loops.locals[e.attr]}[j]"
+    return known
+
+
+def _scan(loops: Loops, name: str, x: ir.Local, target: str) -> None:
+    f, body = x.fold, Body()
+    assert f is not None
+    body.needs(target, "I", "F")
+    body(f"acc = {wide_type(f.type)}({loops.print(body, [f.init])[0]})")
+    body.open("for i in range(m):")  # one by one: it does not vectorise
+    body(f"item = {wide_type(f.type)}({loops.print(body, [f.body])[0]})")
+    body(f"acc = {wide_type(f.type)}({loops.printer.combined(f, 'acc', 'item', body)})")
+    body(f"{target}[i] = acc")
+    loops.call(name, body, [], row=x.row)
+
+
+def _scatter(loops: Loops, name: str, x: ir.Local, target: str) -> None:
+    assert x.index is not None and x.size is not None
+    [size] = loops.printer.print([x.size], loops.out, loops.known)
+    loops.out(f"{target}[:{size}] = 0")
+    body = loops.start([], target, "I")
+    index, value, length = loops.print(body, [x.index, x.body, x.size])
+    body(f"k = i64({index})")
+    body.open(f"if k < 0 or k >= {length}:")
+    body(f"{loops.printer.slots.int('status')} = 1")
+    body("continue")
+    body.depth -= 1
+    body(f"{target}[k] = {local_type(x)}({target}[k] + {value})")
+    loops.call(name, body, [], row=x.row)

@@ -1,0 +1,100 @@
+"""What states become: each is written once, behind all that reads its old value.
+
+A state of the gradient's length, or with a value or a row for each block, is written by a pass over
+the gradient; any other by a pass over its own length. `schedule` puts the latter last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hipress.compll import ir
+from hipress.compll.front.arrays import ArrayValue, InRows, PerBlock
+from hipress.compll.front.draft import Draft, Write, row_write
+from hipress.compll.front.graph import FLOAT, INT, Graph
+from hipress.compll.front.scope import Scalar
+from hipress.compll.ir import Array, Expr, Fold, walk
+
+
+def new_states(
+    draft: Draft,
+    states: Sequence[tuple[Array, Scalar | ArrayValue]],
+    value: Expr,
+    fuse: bool,
+) -> list[Write]:
+    """Returns what states are after a step; `value` is the element that is encoded."""
+    g = draft.graph
+    made: list[Write] = []
+    for array, final in states:
+        beside = [value, *(w.value for w in made if w.length is g.n)]
+        if isinstance(final, Scalar):
+            made.append(Write(array, final.value, array.length, True))
+        elif isinstance(final, PerBlock) and len(ir.block_sizes([final.value, *beside])) == 1:
+            made.append(Write(array, final.value, g.n, True, "block", final.size))
+        elif isinstance(final, InRows) and len(ir.block_sizes([final.value, *beside])) == 1:
+            made.append(row_write(array, final, final=True))
+        else:
+            with draft.fused(fuse and array.length is g.n):
+                new = draft.element(final, g.idx(array.length), *beside)
+            made.append(Write(array, new, array.length, True))
+    return made
+
+
+def write_state(draft: Draft, w: Write, finals: Sequence[Write], flag: Fold | None) -> None:
+    """Adds the write of a state; the value is stored first if it reads what is written by then.
+
+    `finals` are the writes of the program's states, `flag` tells whether all is finite.
+    """
+    g = draft.graph
+    own = g.block("bnum", w.block) if w.each == "block" and w.block else g.idx(w.array.length)
+    old = g.load(w.array, own)
+    if w.value in (old, g.load(w.array, g.const(0)) if w.length is g.const(1) else old):
+        return
+    value = kept_if_finite(g, w.value, old, flag)
+    elsewhere = {x.array for x in finals if x.length is not w.length}
+    reads = [e for e in walk(ir.with_blocks([value])) if e.is_load and e.attr.is_state]
+    # The pass over the gradient comes first, so that it may read what the others write.
+    if any(w.length is not g.n if e.attr in elsewhere else not ir.is_own(e) for e in reads):
+        temp = draft.temp(FLOAT if value.type == "float" else INT, w.array.length)
+        draft.writes.append(Write(temp, value, w.length, False, w.each, w.block, w.row))
+        value = g.load(temp, g.idx(w.array.length))
+        w = Write(w.array, value, w.array.length, True)
+    draft.writes.append(Write(w.array, value, w.length, True, w.each, w.block, w.row))
+
+
+def flag_of(g: Graph, value: Expr, states: Sequence[Write]) -> Fold:
+    """Returns the reduction that finds a NaN or an infinity in a gradient or a new state.
+
+    A state counts as an element that is not sent would leave it: such an element keeps what it had,
+    so receivers must know that the frame is not complete.
+    """
+    bad = g.unary("not", g.unary("finite", value))
+    for w in states:
+        if w.array.length is not g.n or w.value.type != "float":
+            continue
+        asked = {e: g.const(False) for e in walk([w.value]) if e.op == "taken"}
+        left = g.substitute(w.value, asked)
+        elsewhere = any(e.op == "load" and e.args[0].op != "idx" for e in walk([left]))
+        late = ("fold", "load_clamped", "pick", "count", "local")
+        waits = any(e.op in late for e in walk([left]))
+        if left.op != "load" and not (elsewhere or waits):
+            bad = g.logic("lor", bad, g.unary("not", g.unary("finite", left)))
+    return Fold("or", "bool", g.const(False), bad, g.n, None)
+
+
+def kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) -> Expr:
+    """Returns `new` where it is finite, else `old`: no NaN or infinity ever enters a state.
+
+    An int is finite where the floats that it is made of are. If a reduction over the whole gradient
+    is part of the value, one such number makes all elements keep what they had.
+    """
+    made_of = [new]
+    if new.type != "float":
+        casts = [e for e in walk([new]) if e.op in ("int", "uint") and not e.host]
+        made_of = [e.args[0] for e in casts if e.args[0].type == "float"]
+    kept = g.const(True)
+    for value in made_of:
+        kept = g.logic("land", kept, g.unary("finite", value))
+    if flag is not None and any(e.op == "fold" and e.attr.block is None for e in walk([new])):
+        kept = g.logic("land", kept, g.unary("not", g.fold(flag)))
+    return g.select(kept, new, old)

@@ -1,0 +1,153 @@
+"""Operators inside `per` blocks, `store` and `repeat`, against the oracle, on both backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hipress.compll.build import read_program
+from hipress.compll.passes.derive import Variant
+from tests.compll import oracle
+from tests.compll.block_programs import BODIES, packed, program
+from tests.compll.harness import bound, decode, encode, run, run_oracle
+from tests.grid import thinned
+
+F32 = np.float32
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES = (1, 5, 16, 67)
+both = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+
+def eighths(n: int, seed: int = 0) -> np.ndarray:
+    """Multiples of 1/8, many of them equal: all sums are exact."""
+    return (np.random.default_rng(seed).integers(-24, 25, n) / 8).astype(F32)
+
+
+CELLS = [(what, backend) for what in BODIES for backend in ("reference", "cpu")]
+COMPILED = ("the largest, put back", "filtered with little room", "stored and repeated")
+
+
+def is_quick(cell: tuple[str, str]) -> bool:
+    """Compiling a program for the CPU takes seconds: `make test` does it for a few."""
+    return cell[1] == "reference" or cell[0] in COMPILED
+
+
+@pytest.mark.parametrize(("what", "backend"), thinned(CELLS, keep=is_quick))
+def test_as_the_oracle(what: str, backend: str) -> None:
+    text = program(BODIES[what])
+    made = bound(text)
+    for n in SIZES:
+        x = eighths(n, seed=n)
+        found, right = run(made, backend, x), run_oracle(text, {}, x)
+        np.testing.assert_array_equal(found.decoded, right.decoded, err_msg=f"{n} elements")
+        assert found.body.tobytes() == right.body.tobytes()
+
+
+WIDTHS = [(bits, backend) for bits in (3, 5, 6, 12) for backend in ("reference", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("bits", "backend"), thinned(WIDTHS, keep=lambda cell: cell[1] == "reference" or cell[0] == 5)
+)
+def test_other_widths(bits: int, backend: str) -> None:
+    text = packed(bits)
+    made = bound(text)
+    for n in (1, 2, 7, 16, 67):
+        x = eighths(n, seed=n)
+        found, right = run(made, backend, x), run_oracle(text, {}, x)
+        assert found.body.tobytes() == right.body.tobytes(), n
+        np.testing.assert_array_equal(found.decoded, right.decoded)
+
+
+STATE = """
+void XEncode(float* g, inout float* r, uint8* c) {
+    per (16) {
+        float* v = map(g, r, [&](float x, float y) -> float { return x + y; });
+        int* at = largest(map(v, abs), 3);
+        float* s = gather(v, at);
+        r = map(v, scatter(at, s, g.size), [&](float x, float y) -> float { return x - y + r[3]; });
+    }
+    c = concat(at, s);
+}
+void XDecode(uint8* c, float* g) {
+    int* at; float* s;
+    extract(c, at, s);
+    per (16) { g = scatter(at, s, g.size); }
+}
+"""
+
+
+@both
+def test_a_state_that_is_read_elsewhere_in_its_block(backend: str) -> None:
+    """All of a block is read before its state changes."""
+    for n in (1, 16, 67):
+        x, old = eighths(n, seed=n), eighths(n, seed=n + 1)
+        found, right = run(bound(STATE), backend, x, [old]), run_oracle(STATE, {}, x, [old])
+        assert found.body.tobytes() == right.body.tobytes(), n
+        np.testing.assert_array_equal(found.states[0], right.states[0])
+
+
+def top_k(x: np.ndarray, block: int, k: int) -> np.ndarray:
+    """Each block without all but its k largest magnitudes, of equal ones the first."""
+    kept = np.zeros_like(x)
+    for start in range(0, len(x), block):
+        part = x[start : start + block]
+        places = np.argsort(-np.abs(part), kind="stable")[:k]
+        kept[start + places] = part[places]
+    return kept
+
+
+@both
+@pytest.mark.parametrize("feedback", [False, True])
+def test_block_top_k(backend: str, feedback: bool) -> None:
+    """The example, with error feedback in the same pass."""
+    codec = read_program(EXAMPLES / "blocktopk.pse").bind({"block": 64, "k": 5})
+    for n in (1, 3, 5, 64, 65, 300):
+        x, residual = eighths(n, seed=n), eighths(n, seed=n + 1)
+        v = x + residual if feedback else x
+        found = run(codec, backend, x, [residual] * feedback, variant=Variant(feedback=feedback))
+        right = top_k(v, 64, 5)
+        np.testing.assert_array_equal(found.decoded, right)
+        np.testing.assert_array_equal(found.added, F32(0.5) * right)
+        if feedback:
+            np.testing.assert_array_equal(found.states[0], v - right)
+    kernel = codec.load(backend, variant=Variant(feedback=feedback)).encode
+    assert len(kernel.passes) == 1 and not kernel.temps
+
+
+@both
+def test_rotated_signs(backend: str) -> None:
+    """The example: a block is decoded as the rotated signs times their mean magnitude."""
+    codec = read_program(EXAMPLES / "rotated.pse").bind({"log": 5})
+    rotation = np.ones((1, 1), F32)
+    for _ in range(5):
+        rotation = np.block([[rotation, rotation], [rotation, -rotation]])
+    for n in (1, 32, 100):
+        x = eighths(n, seed=n)
+        found = run(codec, backend, x)
+        signs = [1 - 2 * (oracle.bits32(i, 0, (7, 0, 0)) * 2 >> 32) for i in range(n)]
+        padded = np.zeros(-(-n // 32) * 32, F32)
+        padded[:n] = x * np.array(signs, F32)
+        turned = padded.reshape(-1, 32) @ rotation
+        coded = np.where(turned < 0, -1, 1) * np.abs(turned).sum(axis=1, keepdims=True)
+        right = (coded @ rotation / 1024).reshape(-1)[:n] * np.array(signs, F32)
+        np.testing.assert_allclose(found.decoded, right, rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_a_bad_place_is_refused(backend: str) -> None:
+    codec = read_program(EXAMPLES / "blocktopk.pse").bind({"block": 64, "k": 5})
+    _, body, _ = encode(codec, backend, eighths(100))
+    decode(codec, backend, body, 100)
+    body[:20].view(np.uint16)[7] = 36  # the second block has 36 elements
+    with pytest.raises(oracle.Refused, match="an index in the payload is out of range"):
+        decode(codec, backend, body, 100)
+
+
+def test_examples_are_short() -> None:
+    for name in ("blocktopk", "rotated"):
+        text = (EXAMPLES / f"{name}.pse").read_text("utf-8")
+        lines = [s for s in text.splitlines() if s.strip() and not s.startswith("//")]
+        assert len(lines) <= 30, name
