@@ -103,7 +103,6 @@ SAVED_AT = [2, 7, 12, 40]
 
 @pytest.fixture(scope="module")
 def told():
-    found = Told()
     stages = [
         [
             {"id": "followed", "do": "follow", "ranks": 2,
@@ -124,9 +123,7 @@ def told():
             {"id": "breaks", "do": "breaks", "ranks": 3, "env": {"HIPRESS_TIMEOUT": "30"}},
         ],
     ]  # fmt: skip
-    with Lab(3, shaped=False) as lab:
-        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(560)
-    return found
+    return scenarios.play(SCRIPT, *stages)
 
 
 def one(values):
