@@ -30,6 +30,8 @@ check: $(STAMP)  ## lint, formatting and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# The processes of a run share what is compiled of the source and the tests, whatever is set outside.
+unexport PYTHONDONTWRITEBYTECODE
 # tests/conftest.py says which tests share a process, and in which order they start.
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
