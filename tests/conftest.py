@@ -1,5 +1,6 @@
 """Options of the whole test run, what runs when and where, and what no test may leave behind."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -72,6 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
         first = {name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: first.get(_name(item), len(first)))
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector to look through all tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _group(item: pytest.Item, params: dict[str, Any]) -> str:
