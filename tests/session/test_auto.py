@@ -113,9 +113,10 @@ def told():
         [
             *({"id": name, "do": name, "ranks": 2}
               for name in ("unused", "amp", "taken_over", "detached", "refused", "clocks",
-                           "pair", "mixed")),
+                           "mixed")),
             {"id": "saved", "do": "saved", "ranks": 3, "at": SAVED_AT},
         ],
+        [{"id": "pair", "do": "pair", "ranks": 2}],  # its clocks are real: nothing beside it
         [
             {"id": f"dies in {where}", "do": "dies", "ranks": 3, "where": where,
              "env": {"HIPRESS_TIMEOUT": str(TIMEOUT_S)}} for where in ("plain", "measure", "trial")
