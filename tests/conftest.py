@@ -61,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         case = params.get("case")
         if isinstance(case, cases.Case) and not cases.quick(case, params):
             item.add_marker(grid.full)
+        if params.get("backend") == "cpu" and params.get("expr") in cases.NOT_QUICK:
+            item.add_marker(grid.full)
         if item.nodeid.startswith(RANKS) and "told" in getattr(item, "fixturenames", ()):
             item.add_marker(grid.full)
         if item.get_closest_marker("xdist_group") is None:
