@@ -262,7 +262,7 @@ def places_of(key: int, n: int, k: int) -> NDArray[np.int64]:
 
 
 def philox(counter: NDArray[np.int64], key: int) -> NDArray[np.int64]:
-    """Four words for each counter (Philox4x32-10, Salmon et al., SC'11): stream, step and site 0.
+    """Four words for each counter (Philox4x32-7, Salmon et al., SC'11): stream, step and site 0.
 
     A key of 32 bits. Products of two words are cut to 64 bits, which is all that is asked of them.
     """
@@ -270,7 +270,7 @@ def philox(counter: NDArray[np.int64], key: int) -> NDArray[np.int64]:
     a = counter.astype(np.uint64)
     b, c, d = (np.zeros_like(a) for _ in range(3))
     keys = [key, 0]
-    for _ in range(10):
+    for _ in range(7):
         left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
         a, b = right >> np.uint64(32) ^ b ^ np.uint64(keys[0]), right & low
         c, d = left >> np.uint64(32) ^ d ^ np.uint64(keys[1]), left & low

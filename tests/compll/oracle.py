@@ -286,10 +286,10 @@ def elementary(name: str, x: Any) -> Any:
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 (Salmon, Moraes, Dror and Shaw, SC'11), one word at a time."""
+    """Philox4x32-7 (Salmon, Moraes, Dror and Shaw, SC'11), one word at a time."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(7):
         p, q = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = (q >> 32) ^ c1 ^ k0, q % 2**32, (p >> 32) ^ c3 ^ k1, p % 2**32
         k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32

@@ -71,7 +71,7 @@ class Device:
         self.is_capturing = False
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(self, self.stream))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
-        monkeypatch.setattr(runtime, "_stream_id", lambda device: hash(self.stream))
+        monkeypatch.setattr(runtime, "current_stream_id", lambda device: hash(self.stream))
 
     def value(self, key: int) -> SimpleNamespace:
         self.notes.append(f"made {key}")

@@ -153,6 +153,36 @@ def test_a_graph_of_encode_and_decode_gives_the_same_bytes(case: Case) -> None:
 
 
 @some_cases
+def test_calls_that_come_again_mean_what_they_did(case: Case) -> None:
+    """Catches: a graph of other memory or another step, one without a launch, or on no stream."""
+    c, n = pair(case.expr).gpu, 70_001
+    x = torch.empty(n, device="cuda")
+    state = c.init(x, seed=3)
+    frame = torch.empty(c.wire_bytes(n), dtype=torch.uint8, device="cuda")
+    out, total, kept = torch.empty_like(x), torch.zeros_like(x), []
+    side = torch.cuda.Stream()
+    for step in range(8):
+        x.copy_(gaussian(n, seed=step))
+        anew = {key: value.clone() for key, value in state.items()}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side if step > 4 else None):
+            c.encode(x, state, out=frame)
+            c.decode(frame, out=out)
+            before = total.clone()
+            c.decode(frame, out=total, add=True, alpha=0.5)
+        torch.cuda.synchronize()
+        there = x.clone()  # memory that no call has had: each is kept
+        plain = c.encode(there, anew)
+        kept += [there, plain, anew, c.decode(plain, out=torch.empty_like(x))]
+        assert torch.equal(plain, frame) and torch.equal(kept[-1], out)
+        assert all(torch.equal(anew[key], value) for key, value in state.items())
+        kept.append(c.decode(plain, out=before, add=True, alpha=0.5))
+        assert torch.equal(before, total)
+    made = [key for key, graph in c.replays._graphs.items() if graph is not None]
+    assert sum("encode" in key for key in made) == 2 and sum("decode" in key for key in made) == 4
+
+
+@some_cases
 def test_a_run_again_gives_the_same_bytes(case: Case) -> None:
     c, n = pair(case.expr).gpu, 1_000_003
     x = gaussian(n).cuda()

@@ -99,7 +99,9 @@ def run(defect: Defect | None, tests: Iterable[str]) -> str | None:
         return None
     lines = done.stdout.splitlines()
     failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode != 1 or not failed:  # no such test, or nothing can be imported
+    # No such test, or nothing can be imported. A test may fail and then leave threads behind that
+    # abort the process at its end: its code is negative.
+    if done.returncode > 1 or not failed:
         raise ValueError((failed or lines or done.stderr.splitlines() or ["no output"])[-1])
     return failed[0]
 

@@ -7,16 +7,19 @@ on that device finds it and raises an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hipress import settings
 from hipress.codecs import frame
 from hipress.codecs.base import lr_ratio
-from hipress.compll.backends.gpu.runtime import Gradient, Kernels, Sizes, copied
+from hipress.compll.backends.gpu.replay import RecordedKernels, Replays, key_of
+from hipress.compll.backends.gpu.runtime import Gradient, Sizes, copied
 from hipress.compll.passes.derive import ALPHA, MU, RHO
 from hipress.errors import FrameError, UsageError
 
@@ -36,14 +39,22 @@ class GpuKernels:
         self._dtype = dtype
         loaded = codec.bound.load("gpu", dtype=dtype, variant=codec.variant)
         self._loaded = loaded
-        self._encode = Kernels(loaded.module, "encode")
-        self._decode = Kernels(loaded.module, "decode")
-        self._decode_add = Kernels(loaded.module, "decode_add")
+        self._encode = RecordedKernels(loaded.module, "encode")
+        self._decode = RecordedKernels(loaded.module, "decode")
+        self._decode_add = RecordedKernels(loaded.module, "decode_add")
 
     def encode(
-        self, x: torch.Tensor, states: list[torch.Tensor], state: State | None, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        states: list[torch.Tensor],
+        state: State | None,
+        out: torch.Tensor,
+        key: Hashable = None,
     ) -> None:
-        """Writes the frame of `x` to `out`; updates the states."""
+        """Writes the frame of `x` to `out`; updates the states and the step.
+
+        `key` is what `call_key` returned for this call, here and below.
+        """
         device, numel, kernels = x.device, x.numel(), self._encode
         raise_pending(device)
         if numel == 0:
@@ -53,15 +64,23 @@ class GpuKernels:
             if self._loaded.encode.random:
                 assert state is not None
                 out[8:16].view(torch.int64).copy_(state["step"])
+                state["step"] += 1
             return
         sizes = kernels.sizes(numel, device, lambda: self._described(numel, None))
         _refusals[device] = kernels.refusals
         rng = _rng(self._loaded.encode, state, device)
         memory = [_elements(x.contiguous()), *map(_elements, states)]
-        kernels(sizes, out, memory, error_word(device), rng, _ratio(state, device))
+        _start(kernels, self._codec.replays, key, sizes, out, memory, rng, state)
 
     def decode(
-        self, payload: torch.Tensor, out: torch.Tensor, *, add: bool, alpha: float, waits: bool
+        self,
+        payload: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        add: bool,
+        alpha: float,
+        waits: bool,
+        key: Hashable = None,
     ) -> None:
         """Writes `alpha * decoded` to `out`, or adds it; `waits` makes it find damage at once."""
         device, numel = out.device, out.numel()
@@ -69,7 +88,7 @@ class GpuKernels:
         kernels = self._decode_add if add else self._decode
         sizes = kernels.sizes((numel, alpha), device, lambda: self._described(numel, alpha))
         _refusals[device] = kernels.refusals
-        kernels(sizes, payload, [_elements(out)], error_word(device))
+        _start(kernels, self._codec.replays, key, sizes, payload, [_elements(out)])
         if waits:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -82,6 +101,7 @@ class GpuKernels:
         states: list[torch.Tensor],
         state: State | None,
         out: torch.Tensor,
+        key: Hashable = None,
     ) -> None:
         """Writes the frame of many gradients in the launches of one."""
         device = flat.device
@@ -89,10 +109,17 @@ class GpuKernels:
         sizes = self._bulk_sizes(bulk, self._encode, None, device)
         rng = _rng(self._loaded.encode, state, device, len(bulk.numels))
         memory = [_elements(flat), *map(_elements, states)]
-        self._encode(sizes, out, memory, error_word(device), rng, _ratio(state, device))
+        _start(self._encode, bulk.replays, key, sizes, out, memory, rng, state)
 
     def decode_bulk(
-        self, bulk: Bulk, payload: torch.Tensor, out: torch.Tensor, *, add: bool, alpha: float
+        self,
+        bulk: Bulk,
+        payload: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        add: bool,
+        alpha: float,
+        key: Hashable = None,
     ) -> None:
         """Reads a frame of many gradients in the launches of one."""
         device = out.device
@@ -100,7 +127,7 @@ class GpuKernels:
         kernels = self._decode_add if add else self._decode
         sizes = self._bulk_sizes(bulk, kernels, alpha, device)
         _refusals[device] = kernels.refusals
-        kernels(sizes, payload, [_elements(out)], error_word(device))
+        _start(kernels, bulk.replays, key, sizes, payload, [_elements(out)])
 
     def _params(self, alpha: float | None) -> tuple[float, ...]:
         """Returns the parameters of encode, or those of decode with a factor."""
@@ -114,7 +141,7 @@ class GpuKernels:
         return [Gradient(numel, self._params(alpha), len(header))], [header]
 
     def _bulk_sizes(
-        self, bulk: Bulk, kernels: Kernels, alpha: float | None, device: torch.device
+        self, bulk: Bulk, kernels: RecordedKernels, alpha: float | None, device: torch.device
     ) -> Sizes:
         def make() -> Sizes:
             params = self._params(alpha)
@@ -141,7 +168,7 @@ class GpuMerge:
     def __init__(self, worker: ProgramCodec, back: ProgramCodec, merge: Merge) -> None:
         self._worker, self._back = worker, back
         self._kernel = merge.kernel
-        self._merge = Kernels(merge.module, "merge")
+        self._merge = RecordedKernels(merge.module, "merge")
 
     def __call__(
         self,
@@ -151,6 +178,7 @@ class GpuMerge:
         state: State | None,
         out: torch.Tensor,
         alpha: float,
+        key: Hashable = None,
     ) -> None:
         """Writes the frame of the mean to `out`."""
         device = out.device
@@ -167,7 +195,57 @@ class GpuMerge:
         _refusals[device] = self._merge.refusals
         memory = [sizes.headers[1], *payloads, *map(_elements, states)]
         rng = _rng(self._kernel, state, device)
-        self._merge(sizes, out, memory, error_word(device), rng, _ratio(state, device))
+        _start(self._merge, self._back.replays, key, sizes, out, memory, rng, state)
+
+
+def call_key(
+    device: torch.device, tensors: Sequence[Any], state: State | None, *more: Hashable
+) -> Hashable:
+    """Returns all that a call of a codec depends on; None if it is not for `Replays`.
+
+    Args:
+        device: Where the call runs.
+        tensors: What it reads and writes.
+        state: The codec's state.
+        more: What else tells it from other calls.
+    """
+    held: State = {} if state is None else state
+    if device.type != "cuda" or not isinstance(held, dict):
+        return None
+    key = key_of(device, *tensors, *held.values())
+    return None if key is None else (*key, *held, os.environ.get(settings.BACKEND.name), *more)
+
+
+def started_again(replays: Replays, key: Hashable, device: torch.device) -> bool:
+    """Starts a call that was recorded; returns whether it was."""
+    graph = None if key is None else replays.get(key)
+    if graph is None:
+        return False
+    raise_pending(device)
+    _refusals[device] = graph.refusals
+    graph.launch(device)
+    return True
+
+
+def _start(
+    kernels: RecordedKernels,
+    replays: Replays,
+    key: Hashable,
+    sizes: Sizes,
+    frame: torch.Tensor,
+    memory: list[torch.Tensor],
+    rng: list[torch.Tensor] | None = None,
+    state: State | None = None,
+) -> None:
+    """Starts kernels; records them if the same call came before."""
+    ratio, error = _ratio(state, frame.device), error_word(frame.device)
+    kernels(sizes, frame, memory, error, rng, ratio)
+    if key is None or not replays.comes_again(key):
+        return
+    # A ratio that was made for this call is gone in the next.
+    lasts = ratio is None or (state is not None and ratio is state["lr_ratio"])
+    graph = kernels.record(sizes, frame, memory, error, rng, ratio) if lasts else None
+    replays.keep(key, graph)
 
 
 _error_words: dict[torch.device, tuple[torch.Tensor, NDArray[np.int32]]] = {}
@@ -197,7 +275,7 @@ def raise_pending(device: torch.device | str) -> None:
     Each call of a codec does this first. After the replay of a captured graph, or after the last
     call, do it yourself when `torch.cuda.synchronize()` has returned.
     """
-    device = torch.device(device)
+    device = device if isinstance(device, torch.device) else torch.device(device)
     word = _error_pair(device)[1]
     if found := int(word[0]):
         word[0] = 0

@@ -259,10 +259,10 @@ def _unpack4(packed: Any, codes: Any, m: Any) -> None:
 
 
 def _philox(g: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Philox4x32-10 (Salmon et al., SC'11) of the counter (g, c1, c2, c3)."""
+    """Philox4x32-7 (Salmon et al., SC'11) of the counter (g, c1, c2, c3)."""
     a, b, c, d = u32(g), u32(c1), u32(c2), u32(c3)
     x, y = u32(k0), u32(k1)
-    for _ in range(10):
+    for _ in range(7):
         p = u64(a) * u64(0xD2511F53)
         q = u64(c) * u64(0xCD9E8D57)
         a, c = u32(u32(q >> u64(32)) ^ b ^ x), u32(u32(p >> u64(32)) ^ d ^ y)

@@ -52,6 +52,17 @@ class Launch:
     """Elements of all tiles, as the host computes it."""
 
 
+@dataclass(frozen=True)
+class Running:
+    """Sums up to each element, of which only those before each tile are in memory."""
+
+    fold: Fold
+    before: str
+    """A pointer to them."""
+    span: int
+    """Elements of such a tile."""
+
+
 class KernelPrinter(MachinePrinter):
     """The names, numbers and memory that the passes of one kernel share."""
 
@@ -90,6 +101,8 @@ class KernelPrinter(MachinePrinter):
         """Functions of the program's own reductions: name and source."""
         self.parts: dict[Fold, str] = {}
         """Names of the memory for the parts of reductions."""
+        self.running: dict[Array, Running] = {}
+        """Sums that are made again where they are read, and have no memory."""
         self.grids: dict[str, str] = {}
         """Numbers of programs that sizes of memory depend on."""
         caller = kernel.input or kernel.output
@@ -319,7 +332,7 @@ class KernelPrinter(MachinePrinter):
         """Prints pointers to some arrays; `units` are the bits that packed codes are read in."""
         self.out(f"body = frame + tl.multiple_of(tl.load(I + {BODY}), 16)")
         for array in dict.fromkeys(arrays):
-            if array.name not in self.memory:
+            if array.name not in self.memory and array not in self.running:
                 self.out(f"{array.name} = {self.view(array, (units or {}).get(array, 8))}")
 
     def draws(self, roots: Iterable[Expr]) -> None:

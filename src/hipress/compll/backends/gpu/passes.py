@@ -15,6 +15,7 @@ from hipress.compll.backends.gpu.kernel import (
     TYPES,
     KernelPrinter,
     Launch,
+    Running,
     cast,
     identity,
     loaded,
@@ -31,6 +32,9 @@ MAX_PARTS = 2048
 
 SELECT_PROGRAMS = 1024
 """Most programs that count digits."""
+
+LARGEST_KEY = 0x7F7FFFFF
+"""The key of the largest finite float; that of the smallest is its complement."""
 
 
 class Passes(KernelPrinter):
@@ -52,7 +56,9 @@ class Passes(KernelPrinter):
 
     def _elements(self, name: str, p: ir.Loop) -> None:
         stores = [*(s for phase in p.phases for s in phase.stores), *p.row_stores]
-        tile = Tile(self, p.length, p.block, ir.pass_exprs(p), stores)
+        exprs = ir.pass_exprs(p)
+        exprs += [self.running[a].fold.body for a in loads(exprs) if a in self.running]
+        tile = Tile(self, p.length, p.block, exprs, stores)
         tile.open(f"{name}_tile", [s.array for s in ir.pass_stores(p)])
         for phase in p.phases:
             tile.block_folds([f for f in phase.folds if f.block is not None])
@@ -87,7 +93,8 @@ class Passes(KernelPrinter):
 
     def _reduction(self, name: str, p: ir.Loop) -> None:
         """A pass that only reduces: each program goes over many tiles and keeps its sums apart."""
-        folds, out = ir.pass_folds(p), self.out
+        every, out = ir.pass_folds(p), self.out
+        folds = [f for f in every if not self._told_by(f, every)]
         tile = Tile(self, p.length, None, ir.pass_exprs(p))
         tile.open(f"{name}_tile", [])
         out(f"return ({', '.join(tile.bodies(folds))},)")
@@ -110,9 +117,32 @@ class Passes(KernelPrinter):
         self._accumulate(name, folds, "full", "True")
         for j, f in enumerate(folds):
             self._keep_part(name, tile, f, f"acc{j}")
+        for f in every:
+            if extremes := self._told_by(f, every):
+                beyond = [f"(acc{folds.index(e)} {bound})" for e, bound in extremes.items()]
+                self._keep_part(name, tile, f, f"({' | '.join(beyond)}).to(tl.int32)")
         grid = f"-(-({num_tiles}) // max(-(-({num_tiles}) // {MAX_PARTS}), 1))"
         self.launch(name, grid, tile.warps)
         self._join(name, folds, grid)
+
+    def _told_by(self, flag: Fold, folds: list[Fold]) -> dict[Fold, str]:
+        """Returns extremes that a NaN or an infinity would change, and how; none if it might not.
+
+        Keys order NaN beyond the infinities, by its sign.
+        """
+        bad = flag.body
+        if flag.kind != "or" or bad.op != "not" or bad.args[0].op != "finite":
+            return {}
+        [value] = bad.args[0].args
+        found = {f: (f.kind, f.body) for f in folds if f.type == "float"}
+        for f, (kind, body) in found.items():
+            if kind == "max" and body.op == "abs" and body.args[0] is value:
+                return {f: f"> {LARGEST_KEY}"}
+        bounds = {"max": f"> {LARGEST_KEY}", "min": f"< {~LARGEST_KEY}"}
+        told = {
+            f: bounds[kind] for f, (kind, body) in found.items() if body is value and kind in bounds
+        }
+        return told if {f.kind for f in told} == set(bounds) else {}
 
     def _accumulate(self, name: str, folds: list[Fold], t: str, tail: str) -> None:
         bodies = [self.fresh() for _ in folds]
@@ -313,12 +343,32 @@ class Passes(KernelPrinter):
         self.head(f"{name}_before")
         out(f"_sums_before({parts}, {self.size(('parts', name), num_tiles)})")
         self.launch(f"{name}_before", "1")
+        if self._only_filters_read(p.array):
+            self.running[p.array] = Running(f, parts, tile.span)
+            return
         tile.open(f"{name}_tile", [p.array])
         [item] = tile.bodies([f])
         init = cast(f"({tile.print([f.init])[0]})", "i64")
         out(f"found = {init} + tl.load({parts} + t) + tl.cumsum({item}, axis=1)")
         tile.write(p.array, "found")
         tile.close(name)
+
+    def _only_filters_read(self, array: Array) -> bool:
+        """Whether an array is only used to decide which elements pass, each at its own place."""
+
+        def reads(exprs: list[Expr]) -> list[Expr]:
+            return [e for e in walk(ir.with_blocks(exprs)) if e.is_load and e.attr is array]
+
+        for p in self.kernel.passes:
+            if isinstance(p, ir.Compact) and p.length is array.length:
+                rest = [e for f in p.folds for e in f.exprs] + [p.filter.capacity]
+                rest += [s.value for s in (*p.emits, *p.stores)]
+                here = [e for e in reads([p.filter.keep]) if e.args[0].op == "idx"]
+                if reads(rest) or len(here) != len(reads([p.filter.keep])):
+                    return False
+            elif reads(ir.pass_exprs(p)):
+                return False
+        return array in self.kernel.temps
 
     def order(self, name: str, p: ir.Select | ir.Sorting) -> None:
         sort, out = p.sort, self.out

@@ -185,7 +185,7 @@ def _rng(seed: Any, stream: Any, step: Any) -> Any:
 
 
 def _words(group: Any, site: tl.constexpr, rng: Any) -> Any:
-    """Philox4x32-10 (Salmon et al., SC'11): four words for each group of four elements.
+    """Philox4x32-7 (Salmon et al., SC'11): four words for each group of four elements.
 
     A product of 64 bits gives both halves in one instruction.
     """
@@ -195,7 +195,7 @@ def _words(group: Any, site: tl.constexpr, rng: Any) -> Any:
     d = tl.zeros_like(a) + rng[1]
     x = rng[0].to(tl.uint32)
     y = (rng[0] >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(7):
         p = a.to(tl.uint64) * 0xD2511F53
         q = c.to(tl.uint64) * 0xCD9E8D57
         a = (q >> 32).to(tl.uint32) ^ b ^ x
@@ -299,7 +299,7 @@ def _select_count(
     LEVEL: tl.constexpr,
 ) -> Any:
     """Counts the digits of one level."""
-    TILE: tl.constexpr = 2048
+    TILE: tl.constexpr = 4096 if LEVEL == 1 else 2048
     shift: tl.constexpr = 24 - 8 * LEVEL
     prefix = tl.full((), 0, tl.int64)
     left = tl.minimum(tl.maximum(rank, 0), length - 1)
@@ -315,7 +315,15 @@ def _select_count(
         key = _ordered(tl.load(values + offs, mask=live, other=0.0))
         if LEVEL > 0:
             live &= (key >> (shift + 8)) == (prefix >> (shift + 8)).to(tl.uint32)
-        total += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=live)
+        digit = ((key >> shift) & 255).to(tl.int32)
+        # Mostly few elements of a tile agree in two digits or three, and a histogram is slow.
+        few = 0
+        if LEVEL > 1:
+            few = (tl.sum(live.to(tl.int32)) <= 32).to(tl.int32)
+        if few != 0:
+            tl.atomic_add(counts + LEVEL * 256 + digit, 1, mask=live, sem="relaxed")
+        else:
+            total += tl.histogram(digit, 256, mask=live)
     bins = tl.arange(0, 256)
     tl.atomic_add(counts + LEVEL * 256 + bins, total, mask=total > 0, sem="relaxed")
 

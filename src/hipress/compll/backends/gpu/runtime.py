@@ -142,7 +142,7 @@ class DeviceCache:
     def _note_stream(entry: _Entry, device: torch.device) -> None:
         is_capturing = torch.cuda.is_current_stream_capturing()
         entry.is_captured = entry.is_captured or is_capturing
-        stream_id = _stream_id(device)
+        stream_id = current_stream_id(device)
         if stream_id not in entry.streams:
             stream = entry.streams[stream_id] = torch.cuda.current_stream(device)
             # A graph cannot wait for what was not captured; its caller has waited before.
@@ -160,7 +160,7 @@ class DeviceCache:
             dropped.value.memory.record_stream(stream)
 
 
-def _stream_id(device: torch.device) -> int:
+def current_stream_id(device: torch.device) -> int:
     """Returns a number for the current stream, in less time than torch makes an object for it."""
     found: int = torch._C._cuda_getCurrentRawStream(device.index)
     return found
@@ -176,20 +176,21 @@ class Kernels:
 
     def __init__(self, module: ModuleType, name: str) -> None:
         self._interpreted = interpreted()
-        self._triton: Any = None
-        """Triton, if compiled kernels can be started without it: in the version that was read."""
+        self._by_address = False
+        """Whether compiled kernels can be started without Triton: in the version that was read."""
         if self._interpreted:
             _patch_interpreter()
         else:
             import triton
 
-            self._triton = triton if triton.__version__.startswith("3.6.") else None
+            self._triton = triton
+            self._by_address = triton.__version__.startswith("3.6.")
         self.name = name
         self.refusals: tuple[str, ...] = getattr(module, f"{name}_refusals")
         self._sizes_of = getattr(module, f"{name}_sizes")
         self._launches = getattr(module, f"{name}_launches")
         # Kernels that clear memory themselves save a launch.
-        self._memory = torch.empty if getattr(module, f"{name}_clears") else torch.zeros
+        self._clears = getattr(module, f"{name}_clears")
         self._kept = DeviceCache()
         self._ready: dict[Any, dict[Any, Callable[..., None]]] = {}
         """Compiled kernels that can be started without Triton's checks, by device and kind."""
@@ -279,6 +280,7 @@ class Kernels:
         error: torch.Tensor,
         rng: Sequence[torch.Tensor] | None = None,
         rho: torch.Tensor | None = None,
+        scratch: torch.Tensor | None = None,
     ) -> None:
         """Launches the kernels.
 
@@ -290,20 +292,27 @@ class Kernels:
             error: The word that is set where a frame is damaged.
             rng: seed, stream and step; None where no random number is drawn.
             rho: The factor on the residual; None is 1.
+            scratch: Memory of at least `sizes.used + sizes.zeroed` bytes; None allocates it.
         """
         device = frame.device
         work = zeroed = sizes.memory
-        if sizes.used:
-            work = torch.empty(sizes.used, dtype=torch.uint8, device=device)
-        if sizes.zeroed:
-            zeroed = self._memory(sizes.zeroed, dtype=torch.uint8, device=device)
+        if scratch is not None:
+            work, zeroed = scratch[: sizes.used], scratch[sizes.used :]
+            if not self._clears:
+                zeroed[: sizes.zeroed].zero_()
+        else:
+            if sizes.used:
+                work = torch.empty(sizes.used, dtype=torch.uint8, device=device)
+            if sizes.zeroed:
+                make = torch.empty if self._clears else torch.zeros
+                zeroed = make(sizes.zeroed, dtype=torch.uint8, device=device)
         args = (
             *(sizes.ints, sizes.floats, zeroed, work, error, sizes.headers[0], frame, *memory),
             sizes.one if rho is None else rho,
             *(rng or (sizes.zeros, sizes.zeros, sizes.zeros)),
         )
         # NumPy, which runs interpreted kernels, would warn of NaN and infinities.
-        with np.errstate(all="ignore") if self._interpreted else _on(device):
+        with np.errstate(all="ignore") if self._interpreted else on(device):
             self._start(sizes, device, work, args)
 
     def _start(
@@ -313,7 +322,7 @@ class Kernels:
         addresses = [tensor.data_ptr() for tensor in args]
         ready, stream = None, 0
         # With another alignment Triton makes another kernel, and has to choose.
-        if self._triton is not None and not reduce(or_, addresses) % 16 and _no_hooks(self._triton):
+        if self._by_address and not reduce(or_, addresses) % 16 and no_hooks(self._triton):
             ready = self._ready.setdefault((index, bulk), {})
             stream = self._triton.runtime.driver.active.get_current_stream(index)
         for place, programs, part in sizes.starts:
@@ -333,7 +342,7 @@ class Kernels:
                 ready[place, part] = _starter(made, part)
 
 
-def _no_hooks(triton: Any) -> bool:
+def no_hooks(triton: Any) -> bool:
     """Whether no profiler wants to be told of launches."""
     knobs = triton.knobs.runtime
     hooks = (knobs.launch_enter_hook, knobs.launch_exit_hook)
@@ -429,7 +438,8 @@ def _patch_interpreter() -> None:
     interpreter.InterpreterBuilder.create_splat = splat
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a device the current one."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)

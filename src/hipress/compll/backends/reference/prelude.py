@@ -140,11 +140,11 @@ def _fold_min(values: Any, init: Any) -> Any:
 
 
 def _philox(counter: Any, key: Any) -> Any:
-    """Philox4x32-10 (Salmon et al., SC'11): four words for each counter of four words."""
+    """Philox4x32-7 (Salmon et al., SC'11): four words for each counter of four words."""
     low = np.uint64(0xFFFFFFFF)
     a, b, c, d = (np.asarray(w, np.uint64) for w in counter)
     x, y = (np.uint64(w) for w in key)
-    for _ in range(10):
+    for _ in range(7):
         p, q = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
         a, b = (q >> np.uint64(32)) ^ b ^ x, q & low
         c, d = (p >> np.uint64(32)) ^ d ^ y, p & low
