@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all chaos mutants check bench docs clean
+.PHONY: help setup demo test test-all chaos mutants check lint types beside bench docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -25,19 +25,28 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train on four emulated hosts, without and with compression
 	@$(BIN)/hipress demo
 
-check: $(STAMP)  ## lint, formatting and types
+check: lint types  ## lint, formatting and types
+
+lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: $(STAMP)
 	$(BIN)/mypy
 
+# The processes of a run share what is compiled of the source and the tests, whatever is set outside.
+unexport PYTHONDONTWRITEBYTECODE
 # tests/conftest.py says which tests share a process, and in which order they start.
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
 ALONE = $(sort $(shell grep -rl --include='test_*.py' 'mark.alone' tests))
 
-test: check  ## lint, types, and enough of every test to trust a change (10 minutes)
-	$(PYTEST) $(PARALLEL) -m "not alone and not full"
+test: lint  ## lint, types, and enough of every test to trust a change (10 minutes)
+	@$(MAKE) --no-print-directory -j 2 types beside  # mypy fills one core for half a minute
 	$(PYTEST) -m "alone and not full" $(ALONE)
+
+beside: $(STAMP)
+	$(PYTEST) $(PARALLEL) -m "not alone and not full"
 
 test-all: $(STAMP)  ## what `make test` leaves out: the other cells of grids, long runs
 	$(PYTEST) $(PARALLEL) -m "full and not alone"

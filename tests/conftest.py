@@ -1,5 +1,6 @@
 """Options of the whole test run, what runs when and where, and what no test may leave behind."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         case = params.get("case")
         if isinstance(case, cases.Case) and not cases.quick(case, params):
             item.add_marker(grid.full)
+        if params.get("backend") == "cpu" and params.get("expr") in cases.NOT_QUICK:
+            item.add_marker(grid.full)
         if item.nodeid.startswith(RANKS) and "told" in getattr(item, "fixturenames", ()):
             item.add_marker(grid.full)
         if item.get_closest_marker("xdist_group") is None:
@@ -72,6 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
         first = {name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: first.get(_name(item), len(first)))
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector to look through all tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _group(item: pytest.Item, params: dict[str, Any]) -> str:

@@ -1,15 +1,18 @@
-"""Scenarios of real processes: a rank imports once, then forks a process for each of them.
+"""Scenarios of real processes: a script imports once, then forks a process for each rank of each.
 
 A script holds functions, each with arguments `rank` and `num_ranks`, and ends with
-`main(globals())`. A test starts it on all ranks of a lab (`start`) with a list of stages; a stage
-is a list of scenarios that run side by side, each with an `id`, the function to `do`, its number
-of `ranks`, and more for that function. A line of JSON tells how each went: {"id", "rank",
+`main(globals())`. A test starts it with a list of stages: once for all ranks (`play`), or on each
+rank of a lab, where the network between hosts matters (`start`). A stage is a list of scenarios
+that run side by side, each with an `id`, the function to `do`, its number of `ranks`, and more for
+that function. A line of JSON tells how each went: {"id", "rank",
 "result" or "error", "at"}, and {"id", "rank", "exit"}; `Told` collects them.
 """
 
 import atexit
 import faulthandler
+import fcntl
 import functools
+import gc
 import inspect
 import json
 import os
@@ -25,6 +28,8 @@ from tests import kernels
 
 LIMIT_S = 200.0
 """No process lives longer, unless its script says so."""
+ALL_RANKS = "all ranks"
+"""The argument of a script that forks the processes of all ranks, not those of one."""
 PORTS = range(10_000, 32_000)
 """Below those that systems hand out themselves."""
 
@@ -102,11 +107,21 @@ class Told:
 
 def start(lab, script, told, *stages):
     """Starts a script on all ranks of a lab; returns the lab's job."""
-    if not lab.shaped:  # others are on this machine's ports
-        ports = iter(_free_ports(sum(map(len, stages))))
-        stages = [[{**scenario, "port": next(ports)} for scenario in stage] for stage in stages]
     command = [sys.executable, str(script), json.dumps(stages)]
     return lab.start(command, on_line=told.on_line)
+
+
+def play(script, *stages, limit_s=560):
+    """Runs a script as one process, which forks all ranks; returns what they told."""
+    from hipress.lab import Lab
+
+    found = Told()
+    ports = iter(_free_ports(sum(map(len, stages))))  # others are on this machine's ports
+    stages = [[{**scenario, "port": next(ports)} for scenario in stage] for stage in stages]
+    with Lab(1, shaped=False) as lab:
+        command = [sys.executable, str(script), json.dumps(stages), ALL_RANKS]
+        found.finished = lab.start(command, on_line=found.on_line).wait(limit_s)
+    return found
 
 
 def _free_ports(count):
@@ -127,8 +142,10 @@ def _free_ports(count):
 
 
 def tell(**line):
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+    with open(__file__) as lock:  # a pipe may mix the lines of two processes where they are long
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
 
 
 def main(functions, *, thorough=True, limit_s=LIMIT_S):
@@ -142,22 +159,24 @@ def main(functions, *, thorough=True, limit_s=LIMIT_S):
     """
     kernels.compile_once()
     stages = json.loads(sys.argv[1])
-    rank, number = int(os.environ["RANK"]), 0
+    gc.freeze()  # no child looks through, and so copies, the objects that all of them share
+    own, number = int(os.environ["RANK"]), 0
     for stage in stages:
         children = {}
         for scenario in stage:
             number += 1
-            if rank >= scenario["ranks"]:
-                continue
-            pid = os.fork()
-            if pid == 0:
-                _play(functions[scenario["do"]], scenario, number, limit_s)
-                if not scenario.get("thorough", thorough):
-                    atexit._run_exitfuncs()
-                    os._exit(0)
-                return
-            children[pid] = scenario["id"]
-        _wait_for(children, rank, limit_s)
+            ranks = range(scenario["ranks"])
+            for rank in ranks if ALL_RANKS in sys.argv else {own}.intersection(ranks):
+                pid = os.fork()
+                if pid == 0:
+                    os.environ["RANK"] = str(rank)
+                    _play(functions[scenario["do"]], scenario, number, limit_s)
+                    if not scenario.get("thorough", thorough):
+                        atexit._run_exitfuncs()
+                        os._exit(0)
+                    return
+                children[pid] = {"id": scenario["id"], "rank": rank}
+        _wait_for(children, limit_s)
 
 
 def _play(function, scenario, number, limit_s):
@@ -187,18 +206,18 @@ def _play(function, scenario, number, limit_s):
     dist.barrier()  # whoever holds the store leaves last
 
 
-def _wait_for(children, rank, limit_s):
+def _wait_for(children, limit_s):
     deadline = time.monotonic() + limit_s
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
-            tell(id=children.pop(pid), rank=rank, exit=code, at=time.monotonic())
+            tell(**children.pop(pid), exit=code, at=time.monotonic())
         elif time.monotonic() > deadline:
-            for pid, name in children.items():
+            for pid, child in children.items():
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                tell(id=name, rank=rank, exit="hung", at=time.monotonic())
+                tell(**child, exit="hung", at=time.monotonic())
             return
         else:
             time.sleep(0.02)

@@ -27,13 +27,17 @@ GROUPS = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 2]]
 WIRE = [("none", "ps"), ("int8", "ps"), ("fp16", "ring"), ("int8", "allreduce")]
 KILL_S = 10
 """Until a killed rank must be named, with the default timeout."""
-LOST_S = 20
+LOST_S = 10
 """HIPRESS_TIMEOUT where a rank is cut off or frozen: on a busy machine, twelve ranks need seconds
-for their first exchange."""
+for their first exchange, though their kernels are loaded by then."""
 VANISHED_S = 60
 """Until a host that vanished must be named, with the default timeout."""
 LATE_S = 10
 """How much longer than the timeout an error may take."""
+KILLED = [(strategy, codec, 2) for strategy, codec in zip(STRATEGIES, CODECS, strict=False)]
+KILLED.append(("ps", "onebit", 0))  # who holds the store
+NOT_EXCHANGING = [("agree", 2), ("agree", 0), ("outside", 2), ("outside", 0), ("first", 0)]
+"""Where the others are as a rank is killed, and that rank."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,10 +57,12 @@ def lab():
 
 
 @pytest.fixture(scope="module")
-def quiet(lab, request):
-    """What ranks tell that come to no harm."""
+def told(lab, request):
+    """What ranks tell: those that come to no harm, then those of which one is killed."""
     groups = selected(request, "test_a_future_of_the_sum", "group")
-    told = Told()
+    killed = selected(request, "test_a_killed_rank_is_named_on_all_others", "case")
+    others = selected(request, "test_a_rank_killed_outside_exchanges_is_named", "case")
+    found = Told()
     stages = [
         [
             {"id": f"agree {group}", "do": "agree", "ranks": max(4 * (group == [0, 2]), len(group)),
@@ -73,9 +79,15 @@ def quiet(lab, request):
         [{"id": "wire", "do": "wire", "ranks": 4, "cases": WIRE, "numel": 4_000_000, "steps": 3}],
         [{"id": "pipelining", "do": "pipelining", "ranks": 2, "numel": 4_000_000, "tries": 5}],
         [{"id": "steady", "do": "steady", "ranks": 2, "steps": 1000, "warm": 200, "numel": 65_536}],
+        [
+            *({"id": f"{strategy} {victim}", "do": "forever", "ranks": 4, "strategy": strategy,
+               "codec": codec, "victim": victim} for strategy, codec, victim in killed),
+            *({"id": f"{where} {victim}", "do": "loses", "ranks": 3, "where": where,
+               "victim": victim} for where, victim in others),
+        ],
     ]  # fmt: skip
-    told.finished = start(lab, told, *stages).wait(300)
-    return told
+    start(lab, found, *stages).wait(500)
+    return found
 
 
 # --- replicas -------------------------------------------------------------------------------------
@@ -88,8 +100,8 @@ some_groups = pytest.mark.parametrize(
 
 @some_groups
 @pytest.mark.parametrize("codec", CODECS)
-def test_replicas_agree_in_every_group(quiet, group, codec):
-    results = quiet.results(f"agree {group}", group)
+def test_replicas_agree_in_every_group(told, group, codec):
+    results = told.results(f"agree {group}", group)
     for strategy in STRATEGIES:
         found = [result[f"{group} {codec} {strategy}"] for result in results]
         hashes = [hashes for hashes, _ in found]
@@ -99,42 +111,42 @@ def test_replicas_agree_in_every_group(quiet, group, codec):
 
 
 @some_groups
-def test_a_future_of_the_sum(quiet, group):
-    for result in quiet.results(f"agree {group}", group):
+def test_a_future_of_the_sum(told, group):
+    for result in told.results(f"agree {group}", group):
         is_same, error = result[f"{group} sum"]
         assert is_same and error < 5e-6
 
 
-def test_a_rank_outside_the_group_is_told(quiet):
-    (found,) = quiet.results("agree [0, 2]", [1])
+def test_a_rank_outside_the_group_is_told(told):
+    (found,) = told.results("agree [0, 2]", [1])
     assert "not in the group" in found["[0, 2]"]
 
 
-def test_ranks_may_be_in_different_numbers_of_groups(quiet):
-    results = quiet.results("uneven", range(2))
+def test_ranks_may_be_in_different_numbers_of_groups(told):
+    results = told.results("uneven", range(2))
     hashes = [result["[0, 1] none ps"][0] for result in results]
     assert hashes[0] == hashes[1]
 
 
-def test_all_of_it_ends_well(quiet):
+def test_all_of_it_ends_well(told):
     for id, count in (("agree [0, 1, 2, 3]", 4), ("messages", 2), ("wire", 4), ("steady", 2)):
-        assert quiet.find("exit", id=id) == [0] * count
+        assert told.find("exit", id=id) == [0] * count
 
 
 # --- bytes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", range(len(WIRE)), ids=[" ".join(case) for case in WIRE])
-def test_counted_bytes_are_those_of_the_interface(quiet, case):
-    for found in (result[case] for result in quiet.results("wire", range(4))):
+def test_counted_bytes_are_those_of_the_interface(told, case):
+    for found in (result[case] for result in told.results("wire", range(4))):
         assert tuple(found["case"]) == WIRE[case]
         for counted, there in zip(found["engine"], found["interface"], strict=True):
             assert counted >= 15e6
             assert abs(there - counted) < 0.05 * there
 
 
-def test_bulk_sends_one_message_for_a_hundred(quiet):
-    results = quiet.results("messages", range(2))
+def test_bulk_sends_one_message_for_a_hundred(told):
+    results = told.results("messages", range(2))
     together, apart = [sum(m for m, _ in pair) for pair in zip(*results, strict=True)]
     assert (together, apart) == (2, 200)
     assert len({found for result in results for _, found in result}) == 1
@@ -143,8 +155,8 @@ def test_bulk_sends_one_message_for_a_hundred(quiet):
 # --- steady steps ---------------------------------------------------------------------------------
 
 
-def test_steady_steps_are_quiet(quiet):
-    for first, warm, last in quiet.results("steady", range(2)):
+def test_steady_steps_are_quiet(told):
+    for first, warm, last in told.results("steady", range(2)):
         assert last["resident"] - warm["resident"] < 2e6
         assert last["tensors"] == warm["tensors"]
         assert last["made"] == warm["made"]
@@ -154,8 +166,8 @@ def test_steady_steps_are_quiet(quiet):
         assert first["made"]  # what is counted can be seen
 
 
-def test_pieces_overtake_each_other_unless_told_not_to(quiet):
-    for (overlapping, num_chunks), (apart, _) in quiet.results("pipelining", range(2)):
+def test_pieces_overtake_each_other_unless_told_not_to(told):
+    for (overlapping, num_chunks), (apart, _) in told.results("pipelining", range(2)):
         assert num_chunks > 4
         assert overlapping > 0
         assert apart == 0
@@ -164,39 +176,15 @@ def test_pieces_overtake_each_other_unless_told_not_to(quiet):
 # --- ranks that differ ----------------------------------------------------------------------------
 
 
-def test_ranks_that_differ_are_named_on_all_ranks(quiet):
+def test_ranks_that_differ_are_named_on_all_ranks(told):
     for rank in range(4):
-        kind, text, ranks, _ = quiet.error("mismatch", rank)
+        kind, text, ranks, _ = told.error("mismatch", rank)
         assert (kind, ranks) == ("AgreementError", [2])
         assert "codec ('onebit' on ranks 0, 1, 3, 'int8' on rank 2)" in text
-        assert quiet.find("exit", id="mismatch", rank=rank) == [1]
+        assert told.find("exit", id="mismatch", rank=rank) == [1]
 
 
 # --- lost ranks -----------------------------------------------------------------------------------
-
-KILLED = [(strategy, codec, 2) for strategy, codec in zip(STRATEGIES, CODECS, strict=False)]
-KILLED.append(("ps", "onebit", 0))  # who holds the store
-NOT_EXCHANGING = [("agree", 2), ("agree", 0), ("outside", 2), ("outside", 0), ("first", 0)]
-"""Where the others are as a rank is killed, and that rank."""
-
-
-@pytest.fixture(scope="module")
-def killed(lab, request):
-    """What the others tell when a rank is killed, in several ways at once."""
-    cases = selected(request, "test_a_killed_rank_is_named_on_all_others", "case")
-    others = selected(request, "test_a_rank_killed_outside_exchanges_is_named", "case")
-    told = Told()
-    played = [
-        {"id": f"{strategy} {victim}", "do": "forever", "ranks": 4, "strategy": strategy,
-         "codec": codec, "victim": victim}
-        for strategy, codec, victim in cases
-    ]  # fmt: skip
-    played += [
-        {"id": f"{where} {victim}", "do": "loses", "ranks": 3, "where": where, "victim": victim}
-        for where, victim in others
-    ]
-    start(lab, told, played).wait(240)
-    return told
 
 
 @pytest.mark.parametrize(
@@ -206,17 +194,17 @@ def killed(lab, request):
         lambda cell: cell.values[0] in (KILLED[1], KILLED[-1]),
     ),
 )
-def test_a_killed_rank_is_named_on_all_others(killed, case):
+def test_a_killed_rank_is_named_on_all_others(told, case):
     strategy, _, victim = case
     id = f"{strategy} {victim}"
-    (died,) = killed.find("died", id=id)
-    assert killed.find("exit", id=id, rank=victim) == [-signal.SIGKILL]
+    (died,) = told.find("died", id=id)
+    assert told.find("exit", id=id, rank=victim) == [-signal.SIGKILL]
     for rank in set(range(4)) - {victim}:
-        kind, text, ranks, at = killed.error(id, rank)
+        kind, text, ranks, at = told.error(id, rank)
         assert (kind, ranks) == ("PeerError", [victim]), text
         assert re.search(rf"\brank {victim}\b", text)
         assert at - died < KILL_S
-        assert killed.find("exit", id=id, rank=rank) == [1]
+        assert told.find("exit", id=id, rank=rank) == [1]
 
 
 @pytest.mark.parametrize(
@@ -226,13 +214,13 @@ def test_a_killed_rank_is_named_on_all_others(killed, case):
         lambda cell: cell.values[0] in (NOT_EXCHANGING[0], NOT_EXCHANGING[1]),
     ),
 )
-def test_a_rank_killed_outside_exchanges_is_named(killed, case):
+def test_a_rank_killed_outside_exchanges_is_named(told, case):
     """Catches: a wait as long as torch's timeout, or torch's bare error of a store that is gone."""
     where, victim = case
     id = f"{where} {victim}"
-    (died,) = killed.find("died", id=id)
+    (died,) = told.find("died", id=id)
     for rank in set(range(3)) - {victim}:
-        kind, text, ranks, at = killed.error(id, rank)
+        kind, text, ranks, at = told.error(id, rank)
         assert (kind, ranks) == ("PeerError", [victim]), text
         assert at - died < KILL_S
 

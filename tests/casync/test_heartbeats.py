@@ -82,8 +82,8 @@ def test_ranks_that_beat_are_left_alone(ward, num_ranks):
 def test_a_silent_rank_is_named_on_all_others(ward, silent):
     watched = ward(4, 1.0)
     time.sleep(0.3)
-    watched.silence(silent)
     began = time.monotonic()
+    watched.silence(silent)
     for error in watched.wait([rank for rank in range(4) if rank != silent], 5.0):
         assert isinstance(error, PeerError)
         assert error.ranks == (silent,)

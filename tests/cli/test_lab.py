@@ -11,8 +11,6 @@ import pytest
 from hipress.errors import HipressError
 from hipress.lab import Lab
 
-pytestmark = pytest.mark.alone
-
 HIPRESS = [sys.executable, "-c", "from hipress.cli.main import main; main()", "lab", "run"]
 
 
@@ -28,6 +26,7 @@ def namespaces():
         pytest.skip(str(error))
 
 
+@pytest.mark.alone
 def test_lines_have_the_host_in_front(namespaces):
     done = run("--hosts", "2", "--rate", "1gbit,100mbit", "--", "sh", "-c", "hostname; echo e >&2")
     assert done.returncode == 0
@@ -35,11 +34,13 @@ def test_lines_have_the_host_in_front(namespaces):
     assert sorted(done.stderr.splitlines()) == ["[host0] e", "[host1] e"]
 
 
+@pytest.mark.alone
 def test_several_ranks_on_a_host_have_numbers():
     done = run("--loopback", "--ranks-per-host", "1,2", "sh", "-c", "echo $RANK")
     assert sorted(done.stdout.splitlines()) == ["[host0] 0", "[host1.0] 1", "[host1.1] 2"]
 
 
+@pytest.mark.alone
 def test_the_exit_code_is_that_of_the_first_failure():
     done = run("--loopback", "--", "sh", "-c", "[ $RANK = 1 ] && exit 9; exec sleep 60")
     assert done.returncode == 9
@@ -47,6 +48,7 @@ def test_the_exit_code_is_that_of_the_first_failure():
     assert done.returncode == 137
 
 
+@pytest.mark.alone
 def test_too_slow_is_exit_code_124():
     done = run("--loopback", "--timeout", "0.5", "--", "sleep", "60")
     assert done.returncode == 124
@@ -73,6 +75,7 @@ def test_what_is_refused(option, says):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.alone
 def test_ctrl_c_lets_ranks_end_in_order_and_exits_with_130():
     code = (
         "import signal, sys, time\n"

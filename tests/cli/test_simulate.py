@@ -223,7 +223,6 @@ def _key(row):
     return (row["cluster"], row["model"], row["strategy"], row["nodes"])
 
 
-@pytest.mark.alone
 def test_128_nodes_of_bert_base_in_5_seconds():
     """Catches: a simulation whose time grows with the number of ranks."""
     layers, batch = sweep.layers("bert-base")
@@ -234,7 +233,6 @@ def test_128_nodes_of_bert_base_in_5_seconds():
     assert [row["strategy"] for row in found] == ["allreduce", "ps", "ring"]
 
 
-@pytest.mark.alone
 def test_1024_nodes_work():
     """Catches: graphs of 1,024 ranks that are too large to play."""
     layers = [presets.Layer(name=f"g{k}", numel=10**7, dims=2, work=1e12) for k in range(4)]

@@ -377,6 +377,7 @@ QUICK = (
     *("topk(ef=false)", "topk(exact=true, ef=false)", "randomk(ef=false)"),
     *("int8", "onebit", "topk", "ef(terngrad)", MOMENTUM[0].expr, DGC[2].expr),
 )
+NOT_QUICK = {case.expr for case in CASES} - set(QUICK)
 QUICK_SIZES = (7, 4097)
 """The sizes that `make test` tries with other cases."""
 

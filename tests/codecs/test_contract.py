@@ -785,7 +785,7 @@ def test_state_is_tensors_and_saves(case: Case, backend: str) -> None:
         assert torch.equal(c.encode(x), c.encode(x, state))
 
 
-@every_case
+@pytest.mark.parametrize("case", compiled(CASES), ids=ids)
 def test_step_is_in_the_header(case: Case) -> None:
     c, x = hipress.codec(case.expr), gaussian(7)
     state = c.init(x)

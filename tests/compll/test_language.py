@@ -449,7 +449,7 @@ void DgcDecode(uint8* c, float* g, Dgc p) {
 """
 
 
-@both
+@long
 def test_states_go_on_from_step_to_step(backend: str) -> None:
     rs = np.random.RandomState(0)
     program, n = bound(DGC), 50

@@ -101,10 +101,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_doublings_do_not_explode(name: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     for variant in (PLAIN, WRAPPED):
         program = bound(PROGRAMS[name])
         if name in REFUSED:
@@ -114,7 +113,7 @@ def test_doublings_do_not_explode(name: str) -> None:
             show_passes(program.kernels(variant=variant))
             for backend in ("reference", "cpu", "gpu"):
                 program.source(backend, variant=variant)
-    assert time.monotonic() - started < LIMIT_S
+    assert time.process_time() - started < LIMIT_S
 
 
 @pytest.mark.parametrize("name", ["floats", "the largest of a block"])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.grid import thinned
+from tests.grid import full, thinned
 
 ROOT = Path(__file__).parents[2]
 CONTRACT = Path(__file__).parent / "contract.py"
@@ -52,6 +52,7 @@ def test_contract(cells: str) -> None:
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
+@full
 @needs_triton
 def test_the_contract_can_fail() -> None:
     """A backend that flips one bit is found out."""

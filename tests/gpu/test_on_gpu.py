@@ -152,6 +152,21 @@ def test_a_graph_of_encode_and_decode_gives_the_same_bytes(case: Case) -> None:
         assert all(torch.equal(held[name], plain[name]) for name in plain)
 
 
+def test_a_graph_of_an_empty_gradient() -> None:
+    """Catches: a header that is read, in a replay, from memory of the host that is gone."""
+    c, x = pair("terngrad").gpu, torch.empty(0, device="cuda")
+    state = c.init(x)
+    frame = torch.empty(c.wire_bytes(0), dtype=torch.uint8, device="cuda")
+    graph = captured(lambda: c.encode(x, state, out=frame))
+    right = c.encode(x, c.init(x))
+    state["step"].zero_()
+    frame.fill_(0xA5)
+    torch.empty(1 << 20, pin_memory=True).fill_(0xA5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(frame, right)
+
+
 @some_cases
 def test_calls_that_come_again_mean_what_they_did(case: Case) -> None:
     """Catches: a graph of other memory or another step, one without a launch, or on no stream."""

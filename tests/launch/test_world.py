@@ -212,7 +212,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.alone
 def test_two_processes_with_the_variables_of_slurm_meet():
     environ = {
         **os.environ,

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hipress.lab import Lab
 from tests import scenarios
 from tests.grid import full, selected, thinned
-from tests.scenarios import Told
 
 SCRIPT = Path(__file__).parents[1] / "torch" / "scripts" / "saved.py"
 CODECS = ["onebit", "dgc(ratio=0.05, warmup=6)", "terngrad"]
@@ -61,7 +59,6 @@ def told(request, tmp_path_factory):
     loaded = selected(request, "test_others_go_on_without_a_loss", "name")
     cases = selected(request, "test_a_run_goes_on_bit_for_bit", "codec", "strategy")
     cases = list(dict.fromkeys([*(("onebit", strategy) for strategy in STRATEGIES), *cases]))
-    found = Told()
     stages = [
         [
             {"id": "file", "do": "resume", "ranks": 4, "folder": folder("file"), "cases": cases,
@@ -86,9 +83,7 @@ def told(request, tmp_path_factory):
     ]  # fmt: skip
     if any(item.name.startswith("test_shards_need") for item in request.session.items):
         stages.append([{"id": "memory", "do": "memory", "ranks": 4, "folder": folder("memory")}])
-    with Lab(4, shaped=False) as lab:
-        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(560)
-    return found
+    return scenarios.play(SCRIPT, *stages)
 
 
 def one(values):

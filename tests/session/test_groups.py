@@ -16,8 +16,6 @@ import hipress
 from hipress.session.groups import engine_of
 from tests.grid import full
 
-pytestmark = pytest.mark.alone
-
 CPU = torch.device("cpu")
 LIMIT_S = 120
 
@@ -84,6 +82,7 @@ def live(rank):
 
 
 @full
+@pytest.mark.alone
 def test_groups_may_be_destroyed_and_made_again():
     """Catches: an engine that keeps the old store alive, so that the second round waits."""
     assert run(SAME_STORE, (0,), (1,)) == ["rank 0: 0.5"] * 3 + ["rank 1: 0.5"] * 3
@@ -121,6 +120,7 @@ def live(rank):
 
 
 @full
+@pytest.mark.alone
 def test_a_rank_that_dies_before_it_has_connected_is_named(monkeypatch):
     """Catches: a wait of minutes for its address, and an error that blames the store."""
     monkeypatch.setenv("HIPRESS_TIMEOUT", "10")
@@ -131,6 +131,7 @@ def hipress_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hipress-")]
 
 
+@pytest.mark.alone
 def test_an_engine_ends_with_its_group():
     """Catches: threads and buffers of destroyed groups that stay until the process ends."""
     gc.collect()
@@ -146,6 +147,7 @@ def test_an_engine_ends_with_its_group():
         assert len(hipress_threads()) == before
 
 
+@pytest.mark.alone
 def test_a_late_rank_is_waited_for_as_long_as_torch_does(monkeypatch):
     """Catches: a limit of our own that ends jobs which plain DDP survives."""
     monkeypatch.delenv("HIPRESS_TIMEOUT", raising=False)

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 import hipress
-from hipress.lab import Lab
 from tests import scenarios
 from tests.grid import selected, thinned
-from tests.scenarios import Told
 
 SCRIPT = Path(__file__).parent / "scripts" / "ddp.py"
 CODECS = [
@@ -39,7 +37,6 @@ def told(request, tmp_path_factory):
     codecs = selected(request, "test_replicas_agree_bit_for_bit", "codec")
     detached = selected(request, "test_detach_loses_nothing", "case")
     folder = str(tmp_path_factory.mktemp("plans"))
-    found = Told()
     stages = [
         [
             {"id": "agree", "do": "agree", "ranks": 4, "codecs": codecs, "strategies": STRATEGIES,
@@ -79,9 +76,7 @@ def told(request, tmp_path_factory):
              "env": {"HIPRESS_TIMEOUT": str(TIMEOUT_S)}},
         ],
     ]  # fmt: skip
-    with Lab(4, shaped=False) as lab:
-        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(560)
-    return found
+    return scenarios.play(SCRIPT, *stages)
 
 
 def one(values):

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hipress.lab import Lab
 from tests import scenarios
 from tests.grid import selected, thinned
-from tests.scenarios import Told
 
 SCRIPT = Path(__file__).parent / "scripts" / "jobs.py"
 MOVED = {"4 to 3": 3, "4 to 1": 1}
@@ -37,7 +35,6 @@ def told(request, tmp_path_factory):
     resumed = selected(request, "test_a_run_that_dies_goes_on_bit_for_bit", "name")
     moved = selected(request, "test_another_number_of_ranks_goes_on_at_the_same_example", "name")
     folder = tmp_path_factory.mktemp("jobs")
-    found = Told()
 
     def one(id, do, ranks=2, **options):
         return {"id": id, "do": do, "ranks": ranks, **options}
@@ -84,9 +81,7 @@ def told(request, tmp_path_factory):
             for name, options in RESUMED.items() if name in resumed
         ],
     ]  # fmt: skip
-    with Lab(4, shaped=False) as lab:
-        found.finished = scenarios.start(lab, SCRIPT, found, *stages).wait(560)
-    return found
+    return scenarios.play(SCRIPT, *stages)
 
 
 def alike(values):

@@ -19,7 +19,7 @@ from hipress import settings
 from hipress.codecs import frame
 from hipress.codecs.base import lr_ratio
 from hipress.compll.backends.gpu.replay import RecordedKernels, Replays, key_of
-from hipress.compll.backends.gpu.runtime import Gradient, Sizes, copied
+from hipress.compll.backends.gpu.runtime import Gradient, Sizes
 from hipress.compll.passes.derive import ALPHA, MU, RHO
 from hipress.errors import FrameError, UsageError
 
@@ -57,16 +57,15 @@ class GpuKernels:
         """
         device, numel, kernels = x.device, x.numel(), self._encode
         raise_pending(device)
+        sizes = kernels.sizes(numel, device, lambda: self._described(numel, None))
         if numel == 0:
-            header = np.frombuffer(header_of(self._codec, 0), np.uint8)
             out.zero_()
-            out[: len(header)] = copied([header], device)[0]
+            out[: sizes.headers[0].numel()] = sizes.headers[0]
             if self._loaded.encode.random:
                 assert state is not None
                 out[8:16].view(torch.int64).copy_(state["step"])
                 state["step"] += 1
             return
-        sizes = kernels.sizes(numel, device, lambda: self._described(numel, None))
         _refusals[device] = kernels.refusals
         rng = _rng(self._loaded.encode, state, device)
         memory = [_elements(x.contiguous()), *map(_elements, states)]

@@ -19,6 +19,7 @@ from hipress.session.groups import engine_of
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.scenarios import main, tell
+from tests.torch.scripts.models import warm_up
 
 CPU = torch.device("cpu")
 
@@ -226,4 +227,5 @@ def loses(rank, num_ranks, id, victim, where):
 
 
 if __name__ == "__main__":
+    warm_up("none", "onebit", "int8", "fp16", "topk(ratio=0.05)", "terngrad")
     main(globals())

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hipress
+from tests import kernels
 
 CAP_MB = 0.05
 """Of a bucket: the model has several, and DDP puts them together anew after the first step."""
@@ -197,6 +198,7 @@ def same_state(a, b):
 
 def warm_up(*names):
     """Loads what codecs and optimizers run on: once, before all are forked, not a second each."""
+    kernels.compile_once()
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)  # no backward, whose threads no fork survives
     torch.optim.SGD([parameter], lr=0.1).step()
