@@ -151,3 +151,41 @@ def test_examples_are_short() -> None:
         text = (EXAMPLES / f"{name}.pse").read_text("utf-8")
         lines = [s for s in text.splitlines() if s.strip() and not s.startswith("//")]
         assert len(lines) <= 30, name
+
+
+ANY_BLOCKS = """
+void XEncode(float* g, uint8* c) {
+    int* whole = map(g, [&](float x) -> int { return 1e18 * x; });
+    per (64) {
+        uint8* a = largest(g, 5);
+        uint8* b = largest(map(g, abs), 40);
+        uint8* d = largest(whole, 7);
+    }
+    c = concat(a, b, d);
+}
+void XDecode(uint8* c, float* g) {
+    uint8* a; uint8* b; uint8* d;
+    extract(c, a, b, d);
+    g = map(range(g.size), [&](int i) -> float { return a[i]; });
+}
+"""
+
+
+def test_the_largest_of_blocks_that_are_not_alike() -> None:
+    """Catches: a limit that fits the block before, and keys at the ends of their range."""
+    rng = np.random.default_rng(3)
+    kinds = [
+        lambda: rng.standard_normal(64),
+        lambda: rng.standard_normal(64) * 10.0 ** rng.integers(-30, 30),
+        lambda: np.zeros(64),
+        lambda: np.where(rng.random(64) < 0.05, rng.standard_normal(64), 0.0),
+        lambda: rng.integers(-2, 3, 64) * 1.0,
+        lambda: np.full(64, rng.standard_normal()),
+        lambda: np.sort(rng.standard_normal(64)),
+        lambda: -np.abs(rng.standard_normal(64)),
+        lambda: rng.choice([3e38, -3e38, 1e-45, 0.0, -0.0, 1.0], 64),
+    ]
+    x = np.concatenate([kinds[k]() for k in rng.integers(0, len(kinds), 300)]).astype(F32)[:-3]
+    made = bound(ANY_BLOCKS)
+    found, right = (encode(made, backend, x)[1] for backend in ("cpu", "reference"))
+    assert found.tobytes() == right.tobytes()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hipress
+from hipress.casync.engine.recipe import check_state
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.tools import emit
 from hipress.errors import ProgramError, UsageError
@@ -137,3 +138,6 @@ def test_what_takes_floats_by_element_only_refuses_others() -> None:
         c.bulk([3, 4])
     with pytest.raises(UsageError, match="state 'turn' is not one float for each element"):
         emit.functions(emit.Package(bound=c.bound))
+    with pytest.raises(UsageError, match="an exchange cuts, groups and saves states by elements"):
+        check_state(c)
+    check_state(codec("floats of 16 bits"))

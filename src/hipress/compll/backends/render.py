@@ -264,12 +264,13 @@ def host_values(roots: Iterable[Expr]) -> list[Expr]:
     return list(found)
 
 
-def copied(text: str, helpers: ModuleType, decorator: str = "") -> str:
+def copied(text: str, *helpers: ModuleType, decorator: str = "") -> str:
     """Copies the functions of `helpers` that `text` calls, each before its callers."""
     functions = {
         name: inspect.getsource(f)
-        for name, f in vars(helpers).items()
-        if inspect.isfunction(f) and f.__module__ == helpers.__name__
+        for module in helpers
+        for name, f in vars(module).items()
+        if inspect.isfunction(f) and f.__module__ == module.__name__
     }
     needed: dict[str, None] = {}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hipress.compll import ir
-from hipress.compll.backends.cpu import filters, prelude
+from hipress.compll.backends.cpu import filters, prelude, ranks
 from hipress.compll.backends.cpu.kernel import MAX_RANGES, KernelPrinter, Record, Step, stored
 from hipress.compll.backends.cpu.locals import print_local
 from hipress.compll.backends.cpu.loops import Loops, exact
@@ -336,7 +336,7 @@ def render(kernels: Iterable[Kernel], *, title: str) -> str:
     half = "_f16(" in text
     helpers = text + ("_to_f16_bits() _from_f16_bits()" if half else "")
     head = _HEAD.format(title=title, platform=_PLATFORM * half, more=_MORE * half)
-    called = copied(helpers, prelude, "@njit(**_JIT)\n")
+    called = copied(helpers, prelude, ranks, decorator="@njit(**_JIT)\n")
     # Too long for LLVM to inline by itself in some programs, whose draws were 4 times slower.
     called = called.replace(")\ndef _philox(", ", forceinline=True)\ndef _philox(")
     return module_source(kernels, head + called + _HALF * half, text)

@@ -34,7 +34,7 @@ def print_local(loops: Loops, name: str, x: ir.Local) -> None:
         elif x.kind == "sort":
             loops.out(f"_order({of}, {m}, {target})")
         else:
-            more = f"{loops.buffer('u8')}, {loops.buffer('i32')}"
+            more = ", ".join(map(loops.buffer, ("i64", "u8", "i32", "i32")))
             loops.out(f"_largest({of}, {m}, {target}, {x.room}, {more})")
     loops.ready.add(x)
     loops.name_block_values()

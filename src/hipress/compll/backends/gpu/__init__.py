@@ -43,7 +43,7 @@ def render(kernels: Iterable[Kernel], *, title: str) -> str:
     scans = " ".join(
         f"{name}()" for name in ("_scan_sum", "_scan_max", "_scan_min") if name in text
     )
-    head = _HEAD.format(title=title) + copied(text + scans, prelude, "@triton.jit\n")
+    head = _HEAD.format(title=title) + copied(text + scans, prelude, decorator="@triton.jit\n")
     return module_source(kernels, head, text)
 
 
