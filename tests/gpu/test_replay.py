@@ -122,14 +122,18 @@ def test_a_graph_counts_the_step(cuda: FakeCuda, triton: FakeDriver) -> None:
 def test_few_graphs_are_kept(
     cuda: FakeCuda, triton: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: graphs of memory that never comes again, kept for good."""
+    """Catches: graphs of memory that never comes again, kept for good; a graph for each call."""
     monkeypatch.setattr(replay, "MAX_CALLS", 2)
     call = Call(PLAIN, 5003, triton, cuda)
-    frames = [torch.zeros_like(call.frame) for _ in range(4)]
-    for frame in frames:
-        call.frame = frame
-        call(), call()
-    assert cuda.made == 4 and cuda.calls.count("cuGraphExecDestroy") == 2
+    frames = [torch.zeros_like(call.frame) for _ in range(3)]
+    for _ in range(4):  # more calls than there is room for, again and again
+        for call.frame in frames:
+            call()
+    assert cuda.made == 2 and "cuGraphExecDestroy" not in cuda.calls
+    for _ in range(20):  # the first no longer comes
+        for call.frame in frames[1:]:
+            call()
+    assert cuda.made == 3 and cuda.calls.count("cuGraphExecDestroy") == 1
 
 
 @pytest.mark.parametrize("function", ["cuStreamBeginCapture_v2", "cuStreamEndCapture"])

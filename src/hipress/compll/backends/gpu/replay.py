@@ -22,8 +22,8 @@ from hipress.compll.backends.gpu.runtime import Kernels, Sizes, no_hooks
 
 _log = logging.getLogger(__name__)
 
-MAX_CALLS = 512
-"""Most calls that `Replays` knows; the oldest is dropped, and recorded again if it comes again."""
+MAX_CALLS = 2048
+"""Most calls that a `Replays` knows."""
 
 MAX_SCRATCH = 64 * 2**20
 """Most bytes of scratch memory that a graph may keep. With more, kernels run so long that the time
@@ -116,35 +116,51 @@ class Replays:
 
     def __init__(self) -> None:
         self._once: OrderedDict[Hashable, None] = OrderedDict()
-        self._graphs: OrderedDict[Hashable, Graph | None] = OrderedDict()
+        self._graphs: dict[Hashable, Graph | None] = {}
         """None for a call that was tried and has no graph."""
+        self._last_use: dict[Hashable, int] = {}
+        self._num_calls = self._next_look = 0
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Graph | None:
         """Returns the graph of a call, if there is one."""
-        return self._graphs.get(key)
+        self._num_calls += 1
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._last_use[key] = self._num_calls
+        return graph
 
     def comes_again(self, key: Hashable) -> bool:
-        """Notes a call that has no graph; returns whether to record it."""
+        """Notes a call that has no graph; returns whether to record it.
+
+        Where all graphs are in use there is no room: dropping one for another would mean to record
+        in every call.
+        """
         with self._lock:
             if key in self._graphs:
                 return False
             known = key in self._once
             self._once[key] = None
-            _drop_oldest(self._once)
-        return known
+            if len(self._once) > 4 * MAX_CALLS:
+                self._once.popitem(last=False)
+            if known and len(self._graphs) >= MAX_CALLS and self._num_calls >= self._next_look:
+                self._drop_unused()
+            return known and len(self._graphs) < MAX_CALLS
+
+    def _drop_unused(self) -> None:
+        """Drops what did not come among the last calls, as after other plans or other models."""
+        self._next_look = self._num_calls + MAX_CALLS
+        oldest = self._num_calls - 4 * MAX_CALLS
+        for key in [k for k in self._graphs if self._last_use.get(k, 0) < oldest]:
+            del self._graphs[key]
+            self._last_use.pop(key, None)
 
     def keep(self, key: Hashable, graph: Graph | None) -> None:
         """Keeps the graph of a call."""
         with self._lock:
             self._once.pop(key, None)
             self._graphs[key] = graph
-            _drop_oldest(self._graphs)
-
-
-def _drop_oldest(calls: OrderedDict[Hashable, Any]) -> None:
-    if len(calls) > MAX_CALLS:
-        calls.popitem(last=False)
+            self._last_use[key] = self._num_calls
 
 
 def key_of(device: torch.device, *tensors: Any) -> list[Hashable] | None:
