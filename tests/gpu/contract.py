@@ -455,7 +455,7 @@ def test_parameters_of_one_name_in_worker_and_aggregator(kinds: tuple[str, str])
 # --- bad numbers ---------------------------------------------------------------------------------
 
 
-BAD = ((math.nan, 4099), (math.inf, 0), (-math.inf, 5002))
+BAD = ((math.nan, 4099), (-math.nan, 4098), (math.inf, 0), (-math.inf, 5002))
 
 
 def stays(case: Case, n: int, place: int) -> slice:
@@ -907,6 +907,46 @@ def test_states_of_other_types_and_lengths_mean_the_same(what: str) -> None:
                 frames.append(codec.encode(x.to(state_device(state)), state).cpu())
             found.append([*frames, *(value.cpu() for value in state.values())])
         assert all(map(torch.equal, *found)), n
+
+
+SUM = "[&](int a, int b) -> int { return a + b; }"
+SUMS = {
+    "of a state that is written before the last filter": """
+        int* s = scan(map(m, [&](float x) -> int { return x > 0.0; }), 0, SUM);
+        uint32* i = filter(range(g.size), [&](int k) -> uint1 { return s[k] <= 1900; }, g.size);
+        uint32* j = filter(range(g.size), [&](int k) -> uint1 { return s[k] > 100; }, g.size);""",
+    "from a number that only they use": """
+        int z = reduce(map(g, [&](float x) -> int { return x > 2.5; }), 0, SUM);
+        int* s = scan(map(g, [&](float x) -> int { return x > 0.0; }), z, SUM);
+        uint32* i = filter(range(g.size), [&](int k) -> uint1 { return s[k] <= 240; }, g.size);
+        uint32* j = i;""",
+}
+"""Sums up to each element that only filters read, so that they are not kept in memory."""
+
+
+@pytest.mark.parametrize("what", SUMS)
+def test_sums_that_are_made_where_they_are_read(what: str) -> None:
+    body = SUMS[what].replace("SUM", SUM)
+    text = f"""
+    void XEncode(float* g, inout float* m, uint8* c) {{
+        float* v = map(g, m, [&](float x, float y) -> float {{ return x + 0.5 * y; }});
+        {body}
+        m = v;
+        uint32 q = i.size + j.size;
+        c = concat(q, i, j);
+    }}
+    void XDecode(uint8* c, float* g) {{
+        uint32 q; uint32* i; uint32* j;
+        extract(c, q, i, j);
+        g = map(range(g.size), [&](int k) -> float {{ return 0.0; }});
+    }}"""
+    found = []
+    for backend in ("reference", "gpu"):
+        codec = ProgramCodec(bound(text), name="x", backend=backend)
+        state = codec.init(torch.empty(9001, device=DEVICE if backend == "gpu" else "cpu"))
+        steps = [gaussian(9001, seed=step).to(state["m"].device) for step in range(3)]
+        found.append([codec.encode(x, state).cpu() for x in steps])
+    assert all(map(torch.equal, *found))
 
 
 def state_device(state: dict[str, torch.Tensor]) -> torch.device:

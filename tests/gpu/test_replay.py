@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import hipress
-from hipress.codecs import program, tensors
+from hipress.codecs import bulk, gpu, program, tensors
 from hipress.compll.backends.gpu import replay, runtime
-from hipress.errors import UsageError
+from hipress.errors import FrameError, UsageError
 from tests.codecs.cases import gaussian
 from tests.gpu.contract import on
 from tests.gpu.fake_driver import FakeDriver, fake_driver
@@ -30,6 +29,8 @@ class FakeCuda:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.started: list[int] = []
+        self.nodes: list[tuple[int, ...]] = []
+        """Function, programs and arguments of each kernel in a graph."""
         self.made = 0
         self.fails = ""
 
@@ -38,9 +39,15 @@ class FakeCuda:
             self.calls.append(name)
             if name == self.fails:
                 return 900
+            if name == "cuGraphAddKernelNode":
+                node = args[4]._obj
+                values = [ctypes.c_uint64.from_address(node.params[k]).value for k in range(14)]
+                self.nodes.append((node.function or 0, node.grid[0], *values))
+                assert args[3].value == (len(self.nodes) > 1 and args[2][0] is not None)
+                args[0]._obj.value = len(self.nodes)
             if name == "cuGraphInstantiateWithFlags":
                 self.made += 1
-                ctypes.cast(args[0], ctypes.POINTER(ctypes.c_void_p))[0] = self.made
+                args[0]._obj.value = self.made
             if name == "cuGraphLaunch":
                 self.started.append(args[0])
             return 0
@@ -56,17 +63,20 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(tensors, "gpu_takes", lambda x: True)
     monkeypatch.setattr(replay, "_driver", lambda: driver)
     monkeypatch.setattr(program, "call_key", call_key)
-    monkeypatch.setattr(replay, "_side_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(runtime, "current_stream_id", lambda device: 7)
+    monkeypatch.setattr(bulk, "call_key", call_key)
+    monkeypatch.setattr(runtime, "current_stream_id", lambda device: made.stream)
+    made.stream = 7
     return made
 
 
 def call_key(device: torch.device, given: Any, state: Any, *more: Any) -> Any:
     """Takes memory of the CPU for that of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: CAPTURES[0])
         return real_key(torch.device("cuda", 0), given, state, *more)
+
+
+CAPTURES = [False]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +109,13 @@ def test_the_third_call_with_the_same_memory_starts_a_graph(
     call = Call(RANDOM, 5003, triton, cuda)
     kernels, graphs = call()
     assert kernels > 3 and graphs == 0
-    assert call() == (2 * kernels, 0)  # started, then recorded
+    assert call() == (kernels, 0)
+    # What is recorded is what was started, but for scratch memory.
+    nodes = [(f, p, *a[:2], *a[4:13]) for f, p, *a in cuda.nodes]
+    assert nodes == [
+        (f, p, *a[:2], *a[4:13])
+        for f, (_, p, *a) in zip(triton.functions[-kernels:], triton.launches, strict=True)
+    ]
     assert [call(), call()] == [(0, 1), (0, 1)]
     frame = call.frame
     call.frame = torch.zeros_like(frame)
@@ -112,11 +128,86 @@ def test_the_third_call_with_the_same_memory_starts_a_graph(
     assert other() == (kernels, 0)
 
 
-def test_a_graph_counts_the_step(cuda: FakeCuda, triton: FakeDriver) -> None:
-    """Catches: a step that is counted twice, or not, by a call that starts kernels."""
+def test_a_kernel_counts_the_step(cuda: FakeCuda, triton: FakeDriver) -> None:
+    """Catches: a graph that draws the same numbers in each replay."""
     call = Call(RANDOM, 5003, triton, cuda)
     call()
-    assert int(call.state["step"]) == 1
+    assert [name for name, *_ in triton.launches][-1] == "_encode_count"
+
+
+@pytest.mark.parametrize("changed", ["stream", "backend", "name", "alpha", "add", "capture"])
+def test_another_call_is_not_replayed(
+    changed: str, cuda: FakeCuda, triton: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a key that leaves out what a call depends on."""
+    call = Call(PLAIN, 5003, triton, cuda)
+    out = gaussian(5003)
+
+    def started(**options: Any) -> int:
+        cuda.started.clear()
+        if changed in ("alpha", "add"):
+            call.codec.decode(call.frame, out=out, **options)
+        else:
+            call()
+        return len(cuda.started)
+
+    assert [started(), started(), started()] == [0, 0, 1]
+    if changed == "stream":
+        cuda.stream = 8
+    elif changed == "backend":
+        monkeypatch.setenv("HIPRESS_BACKEND", "auto")
+    elif changed == "name":
+        call.state = {"mine": gaussian(8), **call.state}
+    elif changed == "capture":
+        CAPTURES[0] = True
+    try:
+        assert started(**{"alpha": {"alpha": 0.5}, "add": {"add": True}}.get(changed, {})) == 0
+    finally:
+        CAPTURES[0] = False
+
+
+def test_damage_is_told_before_a_replay(cuda: FakeCuda, triton: FakeDriver) -> None:
+    """Catches: a replay that leaves out what the call before it has found."""
+    call = Call(PLAIN, 5003, triton, cuda)
+    call(), call(), call()
+    gpu.error_word(torch.device("cpu"))[0] = 2
+    with pytest.raises(FrameError, match="its header is not that of such a frame"):
+        call()
+    assert call() == (0, 1)
+
+
+def test_bulks_are_replayed(cuda: FakeCuda, triton: FakeDriver) -> None:
+    """Catches: launches of many gradients that are started one by one in every step."""
+    c = on(hipress.codec(PLAIN), "gpu").bulk([300, 70])
+    flat = gaussian(c.numel)
+    held, frame = c.init(flat), torch.zeros(c.wire_bytes, dtype=torch.uint8)
+    for _ in range(3):
+        c.encode(flat, held, out=frame)
+        c.decode(frame, out=flat, add=True, alpha=0.5)
+    assert len(cuda.started) == 2 and cuda.made == 2
+
+
+def test_the_result_has_one_dimension(cuda: FakeCuda, triton: FakeDriver) -> None:
+    call = Call(PLAIN, 5003, triton, cuda)
+    out = call.frame.view(1, -1)
+    for _ in range(4):
+        assert call.codec.encode(call.x, call.state, out=out).shape == call.frame.shape
+    with pytest.raises(FrameError, match="2 dimensions"):
+        call.codec.decode(out, out=gaussian(5003))
+
+
+def test_no_memory_for_a_graph(
+    cuda: FakeCuda, triton: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: an error of a call whose work is done, which a caller would do again."""
+
+    def none(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(replay, "_scratch", none)
+    call = Call(RANDOM, 5003, triton, cuda)
+    kernels, _ = call()
+    assert [call(), call()] == [(kernels, 0)] * 2
 
 
 def test_few_graphs_are_kept(
@@ -136,7 +227,7 @@ def test_few_graphs_are_kept(
     assert cuda.made == 3 and cuda.calls.count("cuGraphExecDestroy") == 1
 
 
-@pytest.mark.parametrize("function", ["cuStreamBeginCapture_v2", "cuStreamEndCapture"])
+@pytest.mark.parametrize("function", ["cuGraphAddKernelNode", "cuGraphInstantiateWithFlags"])
 def test_without_graphs_kernels_are_started(
     function: str, cuda: FakeCuda, triton: FakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,6 +263,8 @@ def test_a_ratio_that_is_made_for_one_call_is_not_recorded(
     assert [call(), call()] == [(kernels, 0)] * 2 and cuda.made == 0
     call.state["lr_ratio"] = torch.tensor(0.5)
     assert [call()[1], call()[1], call()[1]] == [0, 0, 1]
+    call.state["lr_ratio"] = 0.5
+    assert call() == (kernels, 0)
 
 
 @pytest.mark.parametrize("spoilt", ["gaps", "odd"])

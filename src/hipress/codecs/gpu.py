@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from hipress import settings
 from hipress.codecs import frame
 from hipress.codecs.base import lr_ratio
-from hipress.compll.backends.gpu.replay import RecordedKernels, Replays, key_of
-from hipress.compll.backends.gpu.runtime import Gradient, Sizes
+from hipress.compll.backends.gpu.replay import Replays, key_of, record
+from hipress.compll.backends.gpu.runtime import Gradient, Kernels, Sizes
 from hipress.compll.passes.derive import ALPHA, MU, RHO
 from hipress.errors import FrameError, UsageError
 
@@ -39,9 +39,9 @@ class GpuKernels:
         self._dtype = dtype
         loaded = codec.bound.load("gpu", dtype=dtype, variant=codec.variant)
         self._loaded = loaded
-        self._encode = RecordedKernels(loaded.module, "encode")
-        self._decode = RecordedKernels(loaded.module, "decode")
-        self._decode_add = RecordedKernels(loaded.module, "decode_add")
+        self._encode = Kernels(loaded.module, "encode")
+        self._decode = Kernels(loaded.module, "decode")
+        self._decode_add = Kernels(loaded.module, "decode_add")
 
     def encode(
         self,
@@ -106,6 +106,7 @@ class GpuKernels:
         device = flat.device
         raise_pending(device)
         sizes = self._bulk_sizes(bulk, self._encode, None, device)
+        _refusals[device] = self._encode.refusals
         rng = _rng(self._loaded.encode, state, device, len(bulk.numels))
         memory = [_elements(flat), *map(_elements, states)]
         _start(self._encode, bulk.replays, key, sizes, out, memory, rng, state)
@@ -140,7 +141,7 @@ class GpuKernels:
         return [Gradient(numel, self._params(alpha), len(header))], [header]
 
     def _bulk_sizes(
-        self, bulk: Bulk, kernels: RecordedKernels, alpha: float | None, device: torch.device
+        self, bulk: Bulk, kernels: Kernels, alpha: float | None, device: torch.device
     ) -> Sizes:
         def make() -> Sizes:
             params = self._params(alpha)
@@ -167,7 +168,7 @@ class GpuMerge:
     def __init__(self, worker: ProgramCodec, back: ProgramCodec, merge: Merge) -> None:
         self._worker, self._back = worker, back
         self._kernel = merge.kernel
-        self._merge = RecordedKernels(merge.module, "merge")
+        self._merge = Kernels(merge.module, "merge")
 
     def __call__(
         self,
@@ -211,6 +212,9 @@ def call_key(
     held: State = {} if state is None else state
     if device.type != "cuda" or not isinstance(held, dict):
         return None
+    ratio = held.get("lr_ratio")
+    if isinstance(ratio, torch.Tensor) and ratio.dtype != torch.float32:
+        return None  # it is converted in each call
     key = key_of(device, *tensors, *held.values())
     return None if key is None else (*key, *held, os.environ.get(settings.BACKEND.name), *more)
 
@@ -227,7 +231,7 @@ def started_again(replays: Replays, key: Hashable, device: torch.device) -> bool
 
 
 def _start(
-    kernels: RecordedKernels,
+    kernels: Kernels,
     replays: Replays,
     key: Hashable,
     sizes: Sizes,
@@ -241,10 +245,7 @@ def _start(
     kernels(sizes, frame, memory, error, rng, ratio)
     if key is None or not replays.comes_again(key):
         return
-    # A ratio that was made for this call is gone in the next.
-    lasts = ratio is None or (state is not None and ratio is state["lr_ratio"])
-    graph = kernels.record(sizes, frame, memory, error, rng, ratio) if lasts else None
-    replays.keep(key, graph)
+    replays.keep(key, record(kernels, sizes, frame, memory, error, rng, ratio))
 
 
 _error_words: dict[torch.device, tuple[torch.Tensor, NDArray[np.int32]]] = {}
@@ -275,6 +276,8 @@ def raise_pending(device: torch.device | str) -> None:
     call, do it yourself when `torch.cuda.synchronize()` has returned.
     """
     device = device if isinstance(device, torch.device) else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     word = _error_pair(device)[1]
     if found := int(word[0]):
         word[0] = 0

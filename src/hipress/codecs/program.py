@@ -33,6 +33,8 @@ RESERVED = {*RANDOM_KEYS, "lr_ratio"}
 """Keys of a state that no program can use for its own."""
 MAX_BYTES = 2**48
 """Most bytes of a frame; 2^32 - 1 elements in double precision take 2^35."""
+GENERATOR = "philox4x32-7"
+"""Where random numbers come from: `randomk` draws in decode what encode has drawn."""
 HEAD_BYTES = frame.frame_bytes([0])
 """Header and table of a frame with one body."""
 
@@ -109,7 +111,7 @@ class ProgramCodec(Codec):
     @cached_property
     def codec_hash(self) -> int:
         # Wrappers change what is encoded, not how: their frames are interchangeable.
-        identity = repr((self.bound.program.text, self.bound.values, frame.VERSION))
+        identity = repr((self.bound.program.text, self.bound.values, frame.VERSION, GENERATOR))
         return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
 
     @property
@@ -228,7 +230,7 @@ class ProgramCodec(Codec):
             out = torch.empty(size, dtype=torch.uint8, device=x.device)
         key = call_key(x.device, (x, out), state, "encode")
         if started_again(self.replays, key, x.device):
-            return out
+            return out.view(-1)
         payload = tensors.checked_out(out, size, x.device)
         held = self.held(state, x)
         if self.runs_on_gpu(x):
@@ -258,14 +260,15 @@ class ProgramCodec(Codec):
         if not isinstance(alpha, float):
             alpha = tensors.factor(alpha)
         key = None
+        if out is None and add:
+            raise UsageError("decode with add=True needs out=, the tensor to add to.")
         if out is not None:
             _check_target(payload, out)
+        payload = tensors.checked_payload(payload)
+        if out is not None:
             key = call_key(out.device, (payload, out), None, "decode", add, alpha)
             if started_again(self.replays, key, out.device):
                 return out
-        elif add:
-            raise UsageError("decode with add=True needs out=, the tensor to add to.")
-        payload = tensors.checked_payload(payload)
         if self.runs_on_gpu(payload):
             return self._decode_on_gpu(payload, out, add, alpha, key)
         data = payload.numpy()

@@ -196,7 +196,9 @@ class Exchange:
                 # Set, not counted: ranks that must draw the same numbers agree in every exchange.
                 state["step"].fill_(step)
             if lr_ratio is not None:
-                state["lr_ratio"] = torch.tensor(lr_ratio)
+                # In memory that stays: what reads it can be replayed.
+                held = state.setdefault("lr_ratio", torch.ones((), device=self.device))
+                held.fill_(lr_ratio)
         if weights is not None:
             for memory, tensor, start, stop in self._weights:
                 memory.copy_(weights[tensor][start:stop])

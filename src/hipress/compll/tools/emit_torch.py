@@ -154,8 +154,8 @@ def _open(payload, numel, floats):
 def _hash(floats):
     left = iter(floats)
     values = tuple((n, float(next(left)) if v is None else v) for n, v in _VALUES)
-    digest = hashlib.blake2b(repr((PROGRAM, values, 1)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    identity = repr((PROGRAM, values, 1, "philox4x32-7")).encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
 
 
 def _wire_bytes(numel, floats):

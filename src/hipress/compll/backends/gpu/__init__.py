@@ -56,6 +56,11 @@ def _kernel(kernel: Kernel) -> str:
         printer.check()
     for k, p in enumerate(correct_scatters(printer)):
         printer.print_pass(f"_{kernel.name}_p{k}", p)
+    if kernel.output is None and kernel.random:
+        printer.head(f"_{kernel.name}_count")
+        printer.out("if pid == 0:")
+        printer.out("    tl.store(step, tl.load(step) + 1)")
+        printer.launch(f"_{kernel.name}_count", "1")
     functions = [f"{source.rstrip()}\n\n" for _, source in printer.functions.values()]
     text = "\n".join([*functions, *printer.out.text])
     text = text.replace("@NI@", str(len(printer.ints)))

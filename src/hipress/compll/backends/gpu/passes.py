@@ -57,7 +57,7 @@ class Passes(KernelPrinter):
     def _elements(self, name: str, p: ir.Loop) -> None:
         stores = [*(s for phase in p.phases for s in phase.stores), *p.row_stores]
         exprs = ir.pass_exprs(p)
-        exprs += [self.running[a].fold.body for a in loads(exprs) if a in self.running]
+        exprs += [e for a in loads(exprs) if a in self.running for e in self.running[a].fold.exprs]
         tile = Tile(self, p.length, p.block, exprs, stores)
         tile.open(f"{name}_tile", [s.array for s in ir.pass_stores(p)])
         for phase in p.phases:
@@ -343,7 +343,7 @@ class Passes(KernelPrinter):
         self.head(f"{name}_before")
         out(f"_sums_before({parts}, {self.size(('parts', name), num_tiles)})")
         self.launch(f"{name}_before", "1")
-        if self._only_filters_read(p.array):
+        if self._only_filters_read(p.array) and self._stays(p):
             self.running[p.array] = Running(f, parts, tile.span)
             return
         tile.open(f"{name}_tile", [p.array])
@@ -352,6 +352,15 @@ class Passes(KernelPrinter):
         out(f"found = {init} + tl.load({parts} + t) + tl.cumsum({item}, axis=1)")
         tile.write(p.array, "found")
         tile.close(name)
+
+    def _stays(self, p: ir.Scan) -> bool:
+        """Whether what a scan is over stays as it is until its last reader has run."""
+        passes = self.kernel.passes
+        readers = [k for k, q in enumerate(passes) if p.array in loads(ir.pass_exprs(q))]
+        between = passes[passes.index(p) + 1 : max(readers, default=0)]
+        written = {s.array for q in between for s in ir.pass_stores(q)}
+        written |= {q.array for q in between if isinstance(q, ir.Scan | ir.Scatter)}
+        return not written & set(loads(p.fold.exprs))
 
     def _only_filters_read(self, array: Array) -> bool:
         """Whether an array is only used to decide which elements pass, each at its own place."""

@@ -1,4 +1,4 @@
-"""Repeats a call's launches as one CUDA graph when it comes again with the same memory.
+"""Repeats the launches of a call as one CUDA graph when it comes again with the same memory.
 
 The driver takes some microseconds for each kernel that is started, and a codec starts up to
 thirteen for a gradient; a graph of them takes about as long as one. Training meets the same
@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from hipress.compll.backends.gpu import runtime
-from hipress.compll.backends.gpu.runtime import Kernels, Sizes, no_hooks
+from hipress.compll.backends.gpu.runtime import Kernels, Sizes
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +35,22 @@ of the host does not matter."""
 ALIGN = 16
 """Kernels that read four floats at once take memory on a multiple of this."""
 
-_THREAD_LOCAL = 1
-"""The mode of a capture that leaves what other threads do alone."""
-
 
 class CudaError(RuntimeError):
     """A function of CUDA's driver failed."""
+
+
+class _KernelNode(ctypes.Structure):
+    """`CUDA_KERNEL_NODE_PARAMS`."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("params", ctypes.POINTER(ctypes.c_void_p)),
+        ("extra", ctypes.c_void_p),
+    ]
 
 
 class Driver:
@@ -46,23 +59,32 @@ class Driver:
     def __init__(self, library: Any) -> None:
         self.works = True
         """Whether graphs can be made; False when it failed once."""
-        self._library = library
+        names = ("Create", "AddKernelNode", "InstantiateWithFlags", "Destroy", "ExecDestroy")
+        self._functions = {name: getattr(library, f"cuGraph{name}") for name in names}
         self._launch = library.cuGraphLaunch
         self._launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
-    def begin(self, stream: int) -> None:
-        """Lets a stream note launches instead of running them."""
-        self._call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), _THREAD_LOCAL)
+    def make(self, launches: Sequence[tuple[Any, int, list[int]]]) -> int:
+        """Returns what starts some kernels one after the other.
 
-    def end(self, stream: int) -> int:
-        """Ends that; returns what starts the noted launches."""
-        graph, made = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+        The graph is put together kernel by kernel. While a stream is captured, whoever waits for
+        the device in another thread would get an error.
+        """
+        graph, made, node = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("Create", ctypes.byref(graph), 0)
         try:
+            for number, (compiled, programs, addresses) in enumerate(launches):
+                before = (ctypes.c_void_p * 1)(node.value)
+                given = _kernel_node(compiled, programs, addresses)
+                self._call(
+                    "AddKernelNode",
+                    *(ctypes.byref(node), graph, before, ctypes.c_size_t(min(number, 1))),
+                    ctypes.byref(given),
+                )
             flags = ctypes.c_ulonglong(0)
-            self._call("cuGraphInstantiateWithFlags", ctypes.byref(made), graph, flags)
+            self._call("InstantiateWithFlags", ctypes.byref(made), graph, flags)
         finally:
-            self._call("cuGraphDestroy", graph)
+            self._call("Destroy", graph)
         assert made.value is not None
         return made.value
 
@@ -73,16 +95,38 @@ class Driver:
 
     def destroy(self, graph: int) -> None:
         """Frees a graph, when it has run if it is running; at exit the driver may be gone."""
-        self._library.cuGraphExecDestroy(ctypes.c_void_p(graph))
+        self._functions["ExecDestroy"](ctypes.c_void_p(graph))
 
     def _call(self, name: str, *args: Any) -> None:
-        if code := getattr(self._library, name)(*args):
-            raise CudaError(f"{name} returned {code}")
+        if code := self._functions[name](*args):
+            raise CudaError(f"cuGraph{name} returned {code}")
+
+
+def _kernel_node(compiled: Any, programs: int, addresses: list[int]) -> _KernelNode:
+    """Returns the launch of a kernel that Triton has compiled; CUDA copies what it points to.
+
+    Triton adds pointers to memory of its own behind the arguments, which our kernels do not use.
+    """
+    entry = compiled.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0]
+    kinds = re.findall(r"\.param\s+(\S+)", entry)
+    if set(kinds) != {".u64"} or len(kinds) < len(addresses):
+        raise CudaError(f"a kernel takes {len(kinds)} arguments, {', '.join(sorted(set(kinds)))}")
+    values = (ctypes.c_uint64 * len(kinds))(*addresses)
+    places = [ctypes.addressof(values) + 8 * k for k in range(len(kinds))]
+    node = _KernelNode(
+        function=compiled.function,
+        grid=(programs, 1, 1),
+        block=(32 * compiled.metadata.num_warps, 1, 1),
+        shared=compiled.metadata.shared,
+        params=(ctypes.c_void_p * len(kinds))(*places),
+    )
+    node.values = values  # live as long as the node
+    return node
 
 
 @cache
 def _driver() -> Driver | None:
-    """Returns the driver that torch has loaded; None if it is not there or too old."""
+    """Returns the driver that torch has loaded; None if it is not there, or too old for graphs."""
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):
@@ -171,7 +215,10 @@ def key_of(device: torch.device, *tensors: Any) -> list[Hashable] | None:
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
-    key: list[Hashable] = [runtime.current_stream_id(device)]
+    triton = sys.modules.get("triton")
+    if triton is None or not runtime.no_hooks(triton):  # a profiler wants to see each kernel
+        return None
+    key: list[Hashable] = [device, runtime.current_stream_id(device)]
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
             return None
@@ -182,71 +229,49 @@ def key_of(device: torch.device, *tensors: Any) -> list[Hashable] | None:
     return key
 
 
-class RecordedKernels(Kernels):
-    """Kernels whose launches can be recorded; they count the steps of random numbers."""
+def record(kernels: Kernels, sizes: Sizes, frame: torch.Tensor, *more: Any) -> Graph | None:
+    """Returns the launches of a call that was made just now; None if there is no graph of it.
 
-    def __call__(
-        self,
-        sizes: Sizes,
-        frame: torch.Tensor,
-        memory: Sequence[torch.Tensor],
-        error: torch.Tensor,
-        rng: Sequence[torch.Tensor] | None = None,
-        rho: torch.Tensor | None = None,
-        scratch: torch.Tensor | None = None,
-    ) -> None:
-        """Launches the kernels, then raises the step that random numbers depend on by one."""
-        super().__call__(sizes, frame, memory, error, rng, rho, scratch)
-        if rng is not None:
-            rng[2].add_(1)
-
-    def record(
-        self, sizes: Sizes, frame: Any, memory: Any, error: Any, rng: Any, rho: Any
-    ) -> Graph | None:
-        """Returns the launches of a call that was made just now; None if there is no graph of it.
-
-        The arguments are those of the call.
-        """
-        driver, num_bytes = _driver(), sizes.used + sizes.zeroed
-        sorts = not all(warps for _, warps, _ in self._launches)  # torch allocates there
-        if driver is None or not driver.works or sorts or not no_hooks(self._triton):
-            return None
-        if num_bytes > MAX_SCRATCH:
-            return None
-        device, stream = frame.device, runtime.current_stream_id(frame.device)
+    Args:
+        kernels: What was called.
+        sizes: As of the call.
+        frame: As of the call.
+        more: As of the call: `memory`, `error`, `rng` and `rho`.
+    """
+    driver, num_bytes = _driver(), sizes.used + sizes.zeroed
+    if driver is None or not driver.works or num_bytes > MAX_SCRATCH:
+        return None
+    if sizes.zeroed and not kernels.clears:
+        return None
+    device, stream = frame.device, runtime.current_stream_id(frame.device)
+    try:
         scratch = _scratch(device, stream, num_bytes)
-        with _recording, torch.cuda.stream(_side_stream(device)):
-            side = runtime.current_stream_id(device)
-            try:
-                driver.begin(side)
-                try:
-                    self(sizes, frame, memory, error, rng, rho, scratch)
-                finally:
-                    handle = driver.end(side)
-            except RuntimeError as error:
-                driver.works = False
-                _log.warning("a CUDA graph cannot be made (%s); kernels start one by one", error)
-                return None
-        return Graph(driver, handle, stream, self.refusals, sizes, scratch)
+        launches = kernels.launches(sizes, scratch, frame, *more)
+        if launches is None:
+            return None
+        with runtime.on(device):
+            return Graph(driver, driver.make(launches), stream, kernels.refusals, sizes, scratch)
+    except torch.OutOfMemoryError:
+        return None  # the call itself is done
+    except CudaError as error:
+        driver.works = False
+        _log.warning("a CUDA graph cannot be made (%s); kernels start one by one", error)
+        return None
 
 
-_recording = threading.Lock()
-"""Threads share the stream on which graphs are recorded."""
-
-_kept_scratch: dict[tuple[torch.device, int], torch.Tensor] = {}
-"""Scratch memory by device and stream: the graphs of a stream run one after the other."""
+_kept_scratch: WeakValueDictionary[tuple[torch.device, int], torch.Tensor] = WeakValueDictionary()
+"""Scratch memory by device and stream, held by graphs: those of a stream run one by one."""
 
 
+@torch.inference_mode(False)
 def _scratch(device: torch.device, stream: int, num_bytes: int) -> torch.Tensor:
-    """Returns the scratch memory that the graphs of the current stream share, large enough."""
+    """Returns the scratch memory that the graphs of the current stream share, large enough.
+
+    Its size is a power of two: graphs with less keep what they have, at most as much again.
+    """
     held = _kept_scratch.get((device, stream))
     if held is None or held.numel() < num_bytes:
-        held = torch.empty(max(num_bytes, 2**16), dtype=torch.uint8, device=device)
+        size = 1 << (max(num_bytes, 2**16) - 1).bit_length()
+        held = torch.empty(size, dtype=torch.uint8, device=device)
         _kept_scratch[device, stream] = held
     return held
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    made: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return made

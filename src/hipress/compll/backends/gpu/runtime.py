@@ -190,10 +190,10 @@ class Kernels:
         self._sizes_of = getattr(module, f"{name}_sizes")
         self._launches = getattr(module, f"{name}_launches")
         # Kernels that clear memory themselves save a launch.
-        self._clears = getattr(module, f"{name}_clears")
+        self.clears: bool = getattr(module, f"{name}_clears")
         self._kept = DeviceCache()
-        self._ready: dict[Any, dict[Any, Callable[..., None]]] = {}
-        """Compiled kernels that can be started without Triton's checks, by device and kind."""
+        self._ready: dict[Any, dict[Any, _Ready]] = {}
+        """Compiled kernels for memory on multiples of 16 bytes, by device and kind."""
 
     def sizes(
         self,
@@ -280,9 +280,8 @@ class Kernels:
         error: torch.Tensor,
         rng: Sequence[torch.Tensor] | None = None,
         rho: torch.Tensor | None = None,
-        scratch: torch.Tensor | None = None,
     ) -> None:
-        """Launches the kernels.
+        """Launches the kernels; an encoder that draws random numbers raises the step by one.
 
         Args:
             sizes: From `sizes`.
@@ -292,25 +291,15 @@ class Kernels:
             error: The word that is set where a frame is damaged.
             rng: seed, stream and step; None where no random number is drawn.
             rho: The factor on the residual; None is 1.
-            scratch: Memory of at least `sizes.used + sizes.zeroed` bytes; None allocates it.
         """
         device = frame.device
         work = zeroed = sizes.memory
-        if scratch is not None:
-            work, zeroed = scratch[: sizes.used], scratch[sizes.used :]
-            if not self._clears:
-                zeroed[: sizes.zeroed].zero_()
-        else:
-            if sizes.used:
-                work = torch.empty(sizes.used, dtype=torch.uint8, device=device)
-            if sizes.zeroed:
-                make = torch.empty if self._clears else torch.zeros
-                zeroed = make(sizes.zeroed, dtype=torch.uint8, device=device)
-        args = (
-            *(sizes.ints, sizes.floats, zeroed, work, error, sizes.headers[0], frame, *memory),
-            sizes.one if rho is None else rho,
-            *(rng or (sizes.zeros, sizes.zeros, sizes.zeros)),
-        )
+        if sizes.used:
+            work = torch.empty(sizes.used, dtype=torch.uint8, device=device)
+        if sizes.zeroed:
+            make = torch.empty if self.clears else torch.zeros
+            zeroed = make(sizes.zeroed, dtype=torch.uint8, device=device)
+        args = _arguments(sizes, zeroed, work, frame, memory, error, rng, rho)
         # NumPy, which runs interpreted kernels, would warn of NaN and infinities.
         with np.errstate(all="ignore") if self._interpreted else on(device):
             self._start(sizes, device, work, args)
@@ -322,7 +311,7 @@ class Kernels:
         addresses = [tensor.data_ptr() for tensor in args]
         ready, stream = None, 0
         # With another alignment Triton makes another kernel, and has to choose.
-        if self._by_address and not reduce(or_, addresses) % 16 and no_hooks(self._triton):
+        if not self._interpreted and not reduce(or_, addresses) % 16 and no_hooks(self._triton):
             ready = self._ready.setdefault((index, bulk), {})
             stream = self._triton.runtime.driver.active.get_current_stream(index)
         for place, programs, part in sizes.starts:
@@ -332,14 +321,69 @@ class Kernels:
                 continue
             table = sizes.tables[place] if bulk else sizes.ints
             known = None if ready is None else ready.get((place, part))
-            if known is not None:
-                known(programs, stream, *addresses, table.data_ptr(), bulk, part)
+            if known is not None and self._by_address:
+                known.start(programs, stream, *addresses, table.data_ptr(), bulk, part)
                 continue
             chosen = {} if part is None else {"PART": part}
             options = {"BULK": bulk, "num_warps": warps, "enable_fp_fusion": False}
             made = kernel[(programs,)](*args, table, **chosen, **options)
             if ready is not None:
-                ready[place, part] = _starter(made, part)
+                ready[place, part] = _Ready(made, _starter(made, part))
+
+    def launches(
+        self, sizes: Sizes, scratch: torch.Tensor, frame: torch.Tensor, *more: Any
+    ) -> list[tuple[Any, int, list[int]]] | None:
+        """Returns the compiled kernels of a call that was made before, for other scratch memory.
+
+        Args:
+            sizes: As of the call.
+            scratch: Memory of at least `sizes.used + sizes.zeroed` bytes.
+            frame: As of the call.
+            more: As of the call: `memory`, `error`, `rng` and `rho`.
+
+        Returns:
+            Kernel, number of programs and addresses of each launch; None if some are not known.
+        """
+        work = scratch[: sizes.used] if sizes.used else sizes.memory
+        zeroed = scratch[sizes.used :] if sizes.zeroed else sizes.memory
+        addresses = [t.data_ptr() for t in _arguments(sizes, zeroed, work, frame, *more)]
+        bulk = len(sizes.rows) > 1
+        ready = self._ready.get((frame.device.index or 0, bulk), {})
+        known = [ready.get((place, part)) for place, _, part in sizes.starts]
+        if reduce(or_, addresses) % 16 or not all(known):
+            return None
+        return [
+            (kernel.compiled, start.programs, [*addresses, table.data_ptr()])
+            for kernel, start in zip(known, sizes.starts, strict=True)
+            for table in [sizes.tables[start.place] if bulk else sizes.ints]
+            if kernel is not None
+        ]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A kernel that Triton has compiled, and what starts it."""
+
+    compiled: Any
+    start: Callable[..., None]
+
+
+def _arguments(
+    sizes: Sizes,
+    zeroed: torch.Tensor,
+    work: torch.Tensor,
+    frame: torch.Tensor,
+    memory: Sequence[torch.Tensor],
+    error: torch.Tensor,
+    rng: Sequence[torch.Tensor] | None,
+    rho: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Returns the arguments of all kernels, but for the table."""
+    return (
+        *(sizes.ints, sizes.floats, zeroed, work, error, sizes.headers[0], frame, *memory),
+        sizes.one if rho is None else rho,
+        *(rng or (sizes.zeros, sizes.zeros, sizes.zeros)),
+    )
 
 
 def no_hooks(triton: Any) -> bool:
