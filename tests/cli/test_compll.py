@@ -217,8 +217,8 @@ def test_build_of_a_lone_function(run, lone, tmp_path):
         (["build", ENCODE, "--param", "bitwidth"], "--param 'bitwidth' is not NAME=VALUE"),
         (["build", ENCODE, "--param", "bitwidth=x"], "--param 'bitwidth=x' is not NAME=VALUE"),
         (
-            ["build", ENCODE, "--param", "bitwidth=3"],
-            "a uint cannot have 3 bits; allowed: 1, 2, 4, 8",
+            ["build", ENCODE, "--param", "bitwidth=7"],
+            "a uint cannot have 7 bits; allowed: 1, 2, 3, 4, 5, 6, 8",
         ),
         (["build", ENCODE, "--param", "bitwidth=999"], "bitwidth=999 does not fit uint8"),
         (["build", ENCODE, "--param", "bits=2"], "has no parameter 'bits'; it takes: bitwidth"),
