@@ -109,6 +109,20 @@ def test_a_difference_is_raised_on_every_rank():
         assert "sugar (0 on ranks 0, 1, 3, 1 on rank 2)" in str(result)
 
 
+def test_rank_0_stays_until_the_others_know_the_difference(monkeypatch):
+    """Catches: a rank 0 that ends, and the store with it, before the others have read why."""
+    read = Agreement._verdict
+
+    def slowly(self, *args):
+        time.sleep(0.5)
+        return read(self, *args)
+
+    monkeypatch.setattr(Agreement, "_verdict", slowly)
+    found = agreed(2, lambda c, rank: c.agree("tea", {"sugar": rank}))
+    assert found[0][1] > 0.4
+    assert all(isinstance(result, AgreementError) for result, _ in found.values())
+
+
 def test_another_call_is_named_before_its_facts():
     found = agreed(2, lambda c, rank: c.agree(f"allreduce of {rank}", {"x": rank, f"y{rank}": 0}))
     for result, _ in found.values():

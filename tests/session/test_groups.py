@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import hipress
+from hipress.session import groups
 from hipress.session.groups import engine_of
 from tests.grid import full
 
@@ -29,7 +31,7 @@ def run(program, *lives):
     """
     code = PROGRAM.format(program=program, lives=lives)
     environ = {
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(1 + max(rank for rank, *_ in lives)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -47,14 +49,14 @@ def run(program, *lives):
 
 
 PROGRAM = """
-import os, time, torch, torch.distributed as dist, hipress
+import os, threading, time, torch, torch.distributed as dist, hipress
 
 {program}
 
 def exchange(rank):
     value = torch.full((10,), float(rank))
     hipress.allreduce(value, codec="none", name="w")
-    print(f"rank {{rank}}: {{value[0].item()}}", flush=True)
+    os.write(1, f"rank {{rank}}: {{value[0].item()}}\\n".encode())  # in one piece
 
 for rank, *rest in {lives}:
     if os.fork() == 0:
@@ -114,7 +116,7 @@ def live(rank):
     try:
         exchange(rank)
     except hipress.errors.PeerError as error:
-        print(error.ranks, flush=True)
+        os.write(1, f"{error.ranks}\\n".encode())
         os._exit(0)  # torch's own group waits for the other rank
 """
 
@@ -125,6 +127,53 @@ def test_a_rank_that_dies_before_it_has_connected_is_named(monkeypatch):
     """Catches: a wait of minutes for its address, and an error that blames the store."""
     monkeypatch.setenv("HIPRESS_TIMEOUT", "10")
     assert run(DIES, (0,), (1,)) == ["(1,)"]
+
+
+DIES_LATER = """
+def live(rank):
+    dist.init_process_group("gloo")
+    gloo = dist.ProcessGroupGloo
+
+    def publish_and_die(store, *args):
+        own = dist.HashStore()
+        threading.Thread(target=gloo, args=(own, *args), daemon=True).start()
+        store.set("0/2", own.get("0/2"))
+        os._exit(0)
+
+    if rank == 2:
+        dist.ProcessGroupGloo = publish_and_die
+    try:
+        exchange(rank)
+    except hipress.errors.PeerError as error:
+        os.write(1, f"{error.ranks}\\n".encode())
+        os._exit(0)  # torch's own group waits for the other ranks
+"""
+
+
+@full
+@pytest.mark.alone
+def test_a_rank_that_dies_while_it_connects_is_named(monkeypatch):
+    """Catches: gloo's own wait of five times the timeout, and blame of a rank that waits in it."""
+    monkeypatch.setenv("HIPRESS_TIMEOUT", "10")
+    start = time.monotonic()
+    assert run(DIES_LATER, (0,), (1,), (2,)) == ["(2,)"] * 2
+    assert time.monotonic() - start < 40
+
+
+def test_a_rank_does_not_connect_for_ever():
+    """Catches: a wait in gloo that neither the time limit nor the failure of another rank ends."""
+    store, forever = dist.HashStore(), threading.Event()
+    with pytest.raises(TimeoutError, match="not within 0.2 s"):
+        groups._connected(forever.wait, store, 0, 1, 0.2)
+    store.set(groups.UNCONNECTED, "")
+    with pytest.raises(TimeoutError, match="another rank"):
+        groups._connected(forever.wait, store, 0, 1, 60.0)
+    forever.set()
+    with pytest.raises(ZeroDivisionError):
+        groups._connected(lambda: 1 // 0, store, 0, 1, 60.0)
+    for thread in threading.enumerate():
+        if thread.name == "hipress-connect":
+            thread.join(10)
 
 
 def hipress_threads():

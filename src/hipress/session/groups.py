@@ -11,7 +11,10 @@ import hashlib
 import logging
 import os
 import threading
+import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,9 +23,9 @@ import torch
 
 from hipress import settings
 from hipress.casync.engine.engine import Engine, Options
-from hipress.casync.engine.transport import GroupTransport, connections, opened_sockets
+from hipress.casync.engine.transport import GroupTransport, Sockets, connections, opened_sockets
 from hipress.casync.ranks.agreement import Agreement
-from hipress.casync.ranks.lost_store import in_the_store, lost_store
+from hipress.casync.ranks.lost_store import first_line, in_the_store, lost_store
 from hipress.codecs.base import Codec
 from hipress.environment import LOOPBACK, RankEnvironment, bind_loopback, read_environment
 from hipress.errors import PeerError, UsageError
@@ -35,8 +38,13 @@ _log = logging.getLogger("hipress")
 
 CONNECT_S = 60.0
 """How long ranks that have met may take to connect with each other."""
+LOOK_S = 1.0
+"""How often a rank that connects asks whether another could not."""
 LOST_S = 5.0
 """How long the others are waited for after that, to name those that are gone."""
+CONNECT = "connect with the other ranks"
+UNCONNECTED = "unconnected"
+"""Key in the store: a rank could not connect."""
 
 _engines: dict[tuple[int, torch.device], Engine] = {}
 """Engines by the id of the group and the device, until the group is gone. Groups are not kept
@@ -299,14 +307,21 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None, se
     )
     own: Any
     timeout = timedelta(seconds=timeout_s)
+    made: Sockets = {}
     try:
         if backend == "gloo":
             # Not by new_group, whose names for groups differ on ranks that are in different groups.
-            joint = dist.distributed_c10d.PrefixStore("gloo", store)
+            # A connection of its own, because gloo waits in the store.
+            joint = dist.distributed_c10d.PrefixStore("gloo", store.clone())
             with opened_sockets() as made:
-                own = dist.ProcessGroupGloo(joint, rank, len(ranks), timeout)
+                own = _connected(
+                    lambda: dist.ProcessGroupGloo(joint, rank, len(ranks), timeout),
+                    store,
+                    rank,
+                    len(ranks),
+                    min(timeout_s, CONNECT_S),
+                )
         else:
-            made = {}
             own = dist.new_group(
                 list(ranks),
                 backend=backend,
@@ -314,16 +329,20 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None, se
                 use_local_synchronization=True,
                 group_desc="hipress",
             )
-    except dist.DistStoreError as error:  # a time limit of the store
-        # Those that are still there name the others.
-        lost = Agreement(dist.distributed_c10d.PrefixStore("lost", store), rank, len(ranks), LOST_S)
-        lost.agree("connect with the other ranks", {})
-        raise PeerError(
-            f"the ranks could not connect within {min(timeout_s, CONNECT_S):g} s, though all of "
-            "them are alive; look at the network between their hosts."
-        ) from error
     except dist.DistNetworkError as error:
         raise lost_store(rank, error) from error
+    except (TimeoutError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _is_unconnected(error):
+            raise
+        with in_the_store(rank):
+            store.set(UNCONNECTED, "")
+        # Those that are still there name the others.
+        lost = Agreement(dist.distributed_c10d.PrefixStore("lost", store), rank, len(ranks), LOST_S)
+        lost.agree(CONNECT, {})
+        raise PeerError(
+            f"the ranks could not connect ({first_line(error)}), though all of them are alive; "
+            "look at the network between their hosts."
+        ) from error
     return Engine(
         GroupTransport(own, backend, made),
         store,
@@ -332,6 +351,57 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None, se
         timeout_s=timeout_s,
         seed=seed,
     )
+
+
+def _connected(
+    make: Callable[[], Any], store: Any, rank: int, num_ranks: int, limit_s: float
+) -> Any:
+    """Returns what `make` makes, which connects with the other ranks, once all of them have it.
+
+    gloo waits for a rank that has died meanwhile for five times its timeout, and cannot be told to
+    stop. So it works in a thread, which is left behind once another rank has failed to connect or
+    the time is over.
+
+    Raises:
+        TimeoutError: It is not done in time, or another rank has failed.
+        PeerError: This rank is connected and another did not say the same.
+    """
+    import torch.distributed as dist
+
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:  # for the caller
+            made.set_exception(error)
+
+    def check() -> None:
+        if store.check([UNCONNECTED]):
+            raise TimeoutError("another rank could not")
+
+    threading.Thread(target=run, name="hipress-connect", daemon=True).start()
+    deadline = time.monotonic() + limit_s
+    while True:
+        left_s = deadline - time.monotonic()
+        wait([made], max(min(left_s, LOOK_S), 0.0))
+        if made.done():
+            break
+        if left_s <= 0:
+            raise TimeoutError(f"not within {limit_s:g} s")
+        check()
+    found = made.result()
+    # Longer than a rank tries to connect, so that those that cannot are heard.
+    meeting = dist.distributed_c10d.PrefixStore("connected", store)
+    Agreement(meeting, rank, num_ranks, limit_s + LOST_S, check).agree(CONNECT, {})
+    return found
+
+
+def _is_unconnected(error: RuntimeError) -> bool:
+    """Returns whether gloo has failed to connect, or to find the address of another rank."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistStoreError) or "connectFullMesh" in str(error)
 
 
 def _store(ranks: tuple[int, ...], rank: int, timeout_s: float) -> Any:

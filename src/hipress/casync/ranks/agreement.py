@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,6 +27,9 @@ PART_BYTES = 2**20
 
 GRACE_S = 5.0
 """How much longer the other ranks wait than rank 0, which can name the missing ones."""
+
+READ_S = 2.0
+"""How long rank 0 waits, after an error, until the other ranks have read it."""
 
 LOOK_S = 1.0
 """How often a rank that waits asks whether another has failed meanwhile."""
@@ -84,8 +87,13 @@ class Agreement:
             if self._rank == 0:
                 verdict = self._compare(base, what)
                 self._store.set(f"{base}/verdict", json.dumps(verdict))
+                if verdict["error"] is not None:
+                    absent = () if verdict["differ"] else verdict["ranks"]
+                    self._wait_until_read(base, {*range(1, self._num_ranks)} - {*absent})
             else:
                 verdict = self._verdict(base, what)
+                if verdict["error"] is not None:
+                    self._store.set(f"{base}/read/{self._rank}", "")
         if verdict["error"] is None:
             return list(verdict["shared"])
         kind = AgreementError if verdict["differ"] else PeerError
@@ -256,6 +264,12 @@ class Agreement:
         text, ranks = difference(named)
         shared = [one["share"] for one in found]
         return {"error": text, "ranks": ranks, "differ": True, "shared": shared}
+
+    def _wait_until_read(self, base: str, ranks: set[int]) -> None:
+        """Keeps the store, which may end with rank 0, until others have read the verdict."""
+        keys = [f"{base}/read/{rank}" for rank in sorted(ranks)]
+        with suppress(RuntimeError):
+            self._store.wait(keys, timedelta(seconds=READ_S))
 
     @contextmanager
     def _in_the_store(self) -> Iterator[None]:
