@@ -44,7 +44,7 @@ def take(loops: Loops, name: str, p: ir.Compact, saved: dict[Array, str]) -> Non
     body("num_words = (m + 7) >> 3")
     body("for i in range(m, num_words * 8):")
     body("    mask[i] = u8(0)")
-    body("words = mask[: num_words * 8].view(u64)")
+    body("words = _view(mask[: num_words * 8], u64)")
     body.open("for w in range(num_words):")
     body("word = words[w]")
     body.open("while word != u64(0) and count < capacity:")

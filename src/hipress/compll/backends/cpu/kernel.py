@@ -206,8 +206,12 @@ class KernelPrinter(MachinePrinter):
     def carve(self, name: str, pool: str, storage: str, out: Lines) -> None:
         """Prints a view of a piece of the payload or the scratch memory."""
         start, size = self.slots.int(("at", name)), self.slots.int(("bytes", name))
-        view = f".view({DTYPES[storage]})" if storage in DTYPES else ""
-        out(f"{name} = {pool}[{start} : {start} + {size}]{view}")
+        piece = f"{pool}[{start} : {start} + {size}]"
+        out(
+            f"{name} = _view({piece}, {DTYPES[storage]})"
+            if storage in DTYPES
+            else f"{name} = {piece}"
+        )
 
     # Functions.
 

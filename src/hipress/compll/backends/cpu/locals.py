@@ -116,7 +116,7 @@ def _scan(loops: Loops, name: str, x: ir.Local, target: str) -> None:
 def _scatter(loops: Loops, name: str, x: ir.Local, target: str) -> None:
     assert x.index is not None and x.size is not None
     [size] = loops.printer.print([x.size], loops.out, loops.known)
-    loops.out(f"{target}[:{size}] = 0")
+    loops.out(f"_clear({target}[:{size}])")
     body = loops.start([], target, "I")
     index, value, length = loops.print(body, [x.index, x.body, x.size])
     body(f"k = i64({index})")

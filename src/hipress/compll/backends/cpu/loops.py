@@ -380,7 +380,7 @@ class Loops:
 
     def define(self, name: str, body: Body, *, loose: bool = False) -> None:
         out = self.functions
-        out('@njit(**_JIT, fastmath={"reassoc"})' if loose else "@njit(**_JIT)")
+        out('@njit(**_INNER, fastmath={"reassoc"})' if loose else "@njit(**_INNER)")
         out(f"def {name}({body.signature}):")
         out.text += body.text
         out.end()

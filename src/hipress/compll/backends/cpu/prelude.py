@@ -14,6 +14,19 @@ import numpy as np
 
 f32, f64, i32, i64 = np.float32, np.float64, np.int32, np.int64
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
+_view = np.ndarray.view
+"""The same memory as elements of another type; generated modules have an intrinsic of this name."""
+
+
+def _copy(out: Any, x: Any) -> None:
+    """As `out[:] = x`, for which numba compiles its error of unequal lengths for a second."""
+    for i in range(min(len(out), len(x))):
+        out[i] = x[i]
+
+
+def _clear(out: Any) -> None:
+    for i in range(len(out)):
+        out[i] = 0
 
 
 def _min(a: Any, b: Any) -> Any:
@@ -203,7 +216,7 @@ def _pack1(codes: Any, out: Any, m: Any) -> None:
     num_bytes = (m + 7) >> 3
     for i in range(m, num_bytes * 8):
         codes[i] = u8(0)
-    words = codes[: num_bytes * 8].view(u64)
+    words = _view(codes[: num_bytes * 8], u64)
     for j in range(num_bytes):
         w = words[j]
         w = (w | (w >> u64(7))) & u64(0x0003000300030003)
@@ -216,7 +229,7 @@ def _pack2(codes: Any, out: Any, m: Any) -> None:
     num_bytes = (m + 3) >> 2
     for i in range(m, num_bytes * 4):
         codes[i] = u8(0)
-    words = codes[: num_bytes * 4].view(u32)
+    words = _view(codes[: num_bytes * 4], u32)
     for j in range(num_bytes):
         out[j] = u8(u32(words[j] * u32(0x01041040)) >> u32(24))
 
@@ -226,7 +239,7 @@ def _pack4(codes: Any, out: Any, m: Any) -> None:
     num_bytes = (m + 1) >> 1
     for i in range(m, num_bytes * 2):
         codes[i] = u8(0)
-    words = codes[: num_bytes * 2].view(u16)
+    words = _view(codes[: num_bytes * 2], u16)
     for j in range(num_bytes):
         w = u32(words[j])
         out[j] = u8((w | (w >> u32(4))) & u32(0xFF))
@@ -235,7 +248,7 @@ def _pack4(codes: Any, out: Any, m: Any) -> None:
 def _unpack1(packed: Any, codes: Any, m: Any) -> None:
     """The eight codes of each byte; up to seven codes past m are written too."""
     num_bytes = (m + 7) >> 3
-    words = codes[: num_bytes * 8].view(u64)
+    words = _view(codes[: num_bytes * 8], u64)
     for j in range(num_bytes):
         spread = u64(packed[j]) * u64(0x0101010101010101) & u64(0x8040201008040201)
         words[j] = ((spread + u64(0x7F7F7F7F7F7F7F7F)) >> u64(7)) & u64(0x0101010101010101)
@@ -243,7 +256,7 @@ def _unpack1(packed: Any, codes: Any, m: Any) -> None:
 
 def _unpack2(packed: Any, codes: Any, m: Any) -> None:
     num_bytes = (m + 3) >> 2
-    words = codes[: num_bytes * 4].view(u32)
+    words = _view(codes[: num_bytes * 4], u32)
     for j in range(num_bytes):
         b = u32(packed[j])
         b = u32(b | u32(b << u32(12))) & u32(0x000F000F)
@@ -252,7 +265,7 @@ def _unpack2(packed: Any, codes: Any, m: Any) -> None:
 
 def _unpack4(packed: Any, codes: Any, m: Any) -> None:
     num_bytes = (m + 1) >> 1
-    words = codes[: num_bytes * 2].view(u16)
+    words = _view(codes[: num_bytes * 2], u16)
     for j in range(num_bytes):
         b = u32(packed[j])
         words[j] = u16(u32(b | u32(b << u32(4))) & u32(0x0F0F))

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from hipress.compll.backends.cpu.prelude import _clear, _copy, _view
+
 f32, f64, i32, i64 = np.float32, np.float64, np.int32, np.int64
 u8, u32, u64 = np.uint8, np.uint32, np.uint64
 
@@ -29,13 +31,13 @@ def _places(marks: Any, m: Any, places: Any, room: Any) -> Any:
         places[count] = i32(i)
         count += i64(marks[i])
     count = min(count, i64(room))
-    places[count:room] = 0
+    _clear(places[count:room])
     return count
 
 
 def _order(keys: Any, m: Any, places: Any) -> None:
     """The places of keys in ascending order; equal ones keep their order."""
-    places[:m] = np.argsort(keys[:m], kind="mergesort")
+    _copy(places[:m], np.argsort(keys[:m], kind="mergesort"))
 
 
 def _count_from(keys: Any, m: Any, limit: Any) -> Any:
@@ -87,8 +89,8 @@ def _places_from(keys: Any, m: Any, limit: Any, places: Any, marks: Any, words: 
     end = i64(m) + 7 & -8
     for i in range(m):
         marks[i] = u8(keys[i] >= limit)
-    marks[m:end] = 0
-    eights, num_words, count = marks[:end].view(u64), i64(0), i64(0)
+    _clear(marks[m:end])
+    eights, num_words, count = _view(marks[:end], u64), i64(0), i64(0)
     for w in range(end >> 3):
         words[num_words] = i32(w)
         num_words += i64(eights[w] != u64(0))
@@ -109,7 +111,7 @@ def _largest(
     tried first: blocks are alike. `keys` is overwritten, and what follows `hint` is scratch memory.
     """
     wanted = min(i64(room), i64(m))
-    places[:room] = 0
+    _clear(places[:room])
     if wanted == 0:
         return
     enough = 4 * wanted + 16
@@ -145,12 +147,12 @@ def _largest(
 def _select(values: Any, rank: Any) -> Any:
     """The element of this rank in ascending order, by counting 11, 11 and 10 bits of its key."""
     counts = np.zeros(2048, np.int64)
-    keys = values.view(u32)
+    keys = _view(values, u32)
     prefix, left = u32(0), min(max(i64(rank), i64(0)), i64(len(values) - 1))
     for level in range(3):
         shift = u32(21) if level == 0 else (u32(10) if level == 1 else u32(0))
         width = u32(11) if level < 2 else u32(10)
-        counts[:] = 0
+        _clear(counts)
         done = u32(u32(shift) + width)
         for i in range(len(keys)):
             k = keys[i]
