@@ -116,7 +116,7 @@ def play(script, *stages, limit_s=560):
     from hipress.lab import Lab
 
     found = Told()
-    ports = iter(_free_ports(sum(map(len, stages))))  # others are on this machine's ports
+    ports = iter(free_ports(sum(map(len, stages))))  # others are on this machine's ports
     stages = [[{**scenario, "port": next(ports)} for scenario in stage] for stage in stages]
     with Lab(1, shaped=False) as lab:
         command = [sys.executable, str(script), json.dumps(stages), ALL_RANKS]
@@ -124,9 +124,11 @@ def play(script, *stages, limit_s=560):
     return found
 
 
-def _free_ports(count):
+def free_ports(count):
+    """Returns ports that nobody listens on and that the system gives to no connection."""
     found = []
-    for port in random.sample(PORTS, len(PORTS)):
+    # Not from the generator of `random`: two processes that have seeded it would get the same.
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(found) == count:
             break
         with socket.socket() as sock:
