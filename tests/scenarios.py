@@ -26,7 +26,7 @@ import traceback
 
 from tests import kernels
 
-LIMIT_S = 200.0
+LIMIT_S = 400.0
 """No process lives longer, unless its script says so."""
 ALL_RANKS = "all ranks"
 """The argument of a script that forks the processes of all ranks, not those of one."""
@@ -111,7 +111,7 @@ def start(lab, script, told, *stages):
     return lab.start(command, on_line=told.on_line)
 
 
-def play(script, *stages, limit_s=560):
+def play(script, *stages, limit_s=1500):
     """Runs a script as one process, which forks all ranks; returns what they told."""
     from hipress.lab import Lab
 

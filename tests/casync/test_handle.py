@@ -80,7 +80,7 @@ def test_the_settler_may_be_closed_by_itself():
 
 def test_a_callback_that_waits_holds_no_other_back():
     """Catches: a future that is awaited in the callback of another and never ends."""
-    before = set(threading.enumerate())
+    before = set(threading.enumerate())  # another test may have left some
     threads, handles = made(40)
     futures = [handle.future(None) for handle in handles]
     # Each waits for the next one.
@@ -89,7 +89,9 @@ def test_a_callback_that_waits_holds_no_other_back():
         handle.end(None)
     wait_until(lambda: all(chain.done() for chain in chains))
     threads.close()
-    wait_until(lambda: not set(threading.enumerate()) - before)  # some may just be ending
+    wait_until(  # some may just be ending
+        lambda: "hipress-futures" not in {one.name for one in {*threading.enumerate()} - before}
+    )
 
 
 def test_threads_of_callbacks_are_used_again():

@@ -38,6 +38,9 @@ def watched(dog, seconds, is_enough=lambda: False):
     while time.monotonic() < until and not is_enough():
         time.sleep(0.01)
     over.set()
+    for thread in threading.enumerate():
+        if thread.name == "hipress-watchdog":
+            thread.join(20)
 
 
 def test_a_process_that_stays_inside_is_ended(ends):

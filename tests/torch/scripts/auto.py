@@ -481,4 +481,4 @@ def adapts(rank, num_ranks, id):
 
 if __name__ == "__main__":
     warm_up("none", "onebit", "int8", "bf16", "topk(ratio=0.05)")
-    main(globals(), thorough=False, limit_s=200.0)
+    main(globals(), thorough=False, limit_s=400.0)
