@@ -7,12 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import grid, kernels
 from tests.codecs import cases
 
 # Some virtual machines report AMX and forbid it: bfloat16 in torch then ends the process (SIGILL).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# The same examples in every run, however slow the machine is that makes them.
+settings.register_profile(
+    "tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 LONGEST = (
     "jobs",
@@ -104,6 +111,13 @@ def _group(item: pytest.Item, params: dict[str, Any]) -> str:
 def _name(item: pytest.Item) -> str:
     marker = item.get_closest_marker("xdist_group")
     return str(marker.args[0]) if marker else ""
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws from torch's own generator does not depend on which tests ran before it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import HashStore
 
@@ -74,6 +75,15 @@ def run(num_ranks: int, work: Callable[[Engine, int], Any], **options: Any) -> l
         if isinstance(one, BaseException):
             raise one
     return found
+
+
+def end_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks hear of a failure soon, and no `close` waits for threads that wait for messages.
+
+    Timeouts stay long, so that a machine that stands still for a while does not end a rank.
+    """
+    monkeypatch.setattr("hipress.casync.ranks.heartbeats.LONGEST_BEAT_S", 0.3)
+    monkeypatch.setattr("hipress.casync.engine.executors.CLOSE_S", 0.2)
 
 
 def gradient(numel: int, rank: int, step: int = 0) -> torch.Tensor:

@@ -111,15 +111,25 @@ def test_a_difference_is_raised_on_every_rank():
 
 def test_rank_0_stays_until_the_others_know_the_difference(monkeypatch):
     """Catches: a rank 0 that ends, and the store with it, before the others have read why."""
-    read = Agreement._verdict
+    monkeypatch.setattr(agreement, "READ_S", 20.0)
+    read, order = Agreement._verdict, []
 
     def slowly(self, *args):
         time.sleep(0.5)
-        return read(self, *args)
+        verdict = read(self, *args)
+        order.append("rank 1 has read it")
+        return verdict
+
+    def call(c, rank):
+        try:
+            c.agree("tea", {"sugar": rank})
+        finally:
+            if rank == 0:
+                order.append("rank 0 leaves")
 
     monkeypatch.setattr(Agreement, "_verdict", slowly)
-    found = agreed(2, lambda c, rank: c.agree("tea", {"sugar": rank}))
-    assert found[0][1] > 0.4
+    found = agreed(2, call)
+    assert order == ["rank 1 has read it", "rank 0 leaves"]
     assert all(isinstance(result, AgreementError) for result, _ in found.values())
 
 
@@ -134,17 +144,18 @@ def test_another_call_is_named_before_its_facts():
     "absent", [pytest.param((2,), marks=full), (1, 3), pytest.param((0,), marks=full)]
 )
 def test_a_rank_that_never_comes_is_named_in_time(absent, monkeypatch):
-    monkeypatch.setattr(agreement, "GRACE_S", 1.0)
-    found = agreed(4, lambda c, rank: c.agree("tea", {}), timeout_s=1.0, absent=absent)
+    if 0 in absent:  # otherwise the others need time to hear of it from rank 0
+        monkeypatch.setattr(agreement, "GRACE_S", 1.0)
+    found = agreed(4, lambda c, rank: c.agree("tea", {}), timeout_s=2.5, absent=absent)
     assert len(found) == 4 - len(absent)
     for result, seconds in found.values():
         assert isinstance(result, PeerError)
         assert result.ranks == absent
         names = ", ".join(map(str, absent))
-        assert f"rank{'s' * (len(absent) > 1)} {names} did not come to tea within 1 s" in str(
+        assert f"rank{'s' * (len(absent) > 1)} {names} did not come to tea within 2.5 s" in str(
             result
         )
-        assert 0.9 < seconds < 4
+        assert 1 < seconds < 15
 
 
 class Gone:
@@ -215,7 +226,7 @@ def test_a_rank_that_has_left_is_not_waited_for(left):
         assert isinstance(result, PeerError)
         assert result.ranks == (left,)
         assert f"rank {left} did not come to tea and will not" in str(result)
-        assert seconds < 5
+        assert seconds < 20
 
 
 def test_what_a_rank_wrote_before_it_left_counts():
@@ -341,7 +352,7 @@ def test_a_rank_that_does_not_call_is_named(late, monkeypatch):
 
     def work(engine, rank):
         if rank == late:
-            gone.wait(20)
+            gone.wait(50)
             return None
         try:
             began = time.monotonic()
@@ -351,9 +362,9 @@ def test_a_rank_that_does_not_call_is_named(late, monkeypatch):
         finally:
             gone.set()
 
-    found = run(2, work, timeout_s=2.0)[1 - late]
+    found = run(2, work, timeout_s=4.0)[1 - late]
     assert found[0] == (late,)
-    assert found[1] < 8
+    assert found[1] < 15
 
 
 def test_hosts_are_told_by_name():

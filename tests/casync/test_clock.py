@@ -130,7 +130,7 @@ def test_the_bound_holds_where_one_way_takes_all_the_time():
     }
     found = on_ranks(
         3,
-        lambda r: offset(slow.get(r, store), r, 3, rounds=3, clock=skewed(r)),
+        lambda r: offset(slow.get(r, store), r, 3, rounds=16, clock=skewed(r)),
     )
     check_offsets(found, 40e6)
     for rank, sign in ((1, 1), (2, -1)):
@@ -142,24 +142,25 @@ def test_the_bound_holds_where_one_way_takes_all_the_time():
 
 def test_the_quickest_round_counts():
     store = HashStore()
-    quick = Slow(store, set_s=lambda key: 0 if "/3/ask" in key else 0.03 * ("ask" in key))
+    asks = [f"/{k}/ask" for k in range(9) if k not in (3, 4, 5)]
+    quick = Slow(store, set_s=lambda key: 0.1 * key.endswith(tuple(asks)))
     found = on_ranks(
         2,
-        lambda r: offset(quick if r else store, r, 2, rounds=4, clock=skewed(r)),
+        lambda r: offset(quick if r else store, r, 2, rounds=8, clock=skewed(r)),
     )
-    check_offsets(found, 12e6)
+    check_offsets(found, 45e6)  # that of a slow round is 50e6
 
 
 def test_the_wait_for_ones_turn_is_not_measured():
     """Rank 2 asks at once; rank 1 comes late and slow."""
     store = HashStore()
-    slow = Slow(store, set_s=lambda key: 0.05 * ("ask" in key))
+    slow = Slow(store, set_s=lambda key: 0.5 * ("ask" in key))
     found = on_ranks(
         3,
         lambda r: offset(slow if r == 1 else store, r, 3, rounds=1, clock=skewed(r)),
     )
-    assert found[2][1] < 25e6 <= found[1][1]
-    check_offsets(found, 60e6)
+    assert found[2][1] < 250e6 <= found[1][1]
+    check_offsets(found, 2e9)
 
 
 @pytest.mark.parametrize(
@@ -173,11 +174,12 @@ def test_the_wait_for_ones_turn_is_not_measured():
     ],
 )
 def test_who_never_comes_is_named_on_all_ranks(absent, monkeypatch):
-    monkeypatch.setattr(agreement, "GRACE_S", 0.5)
+    if 0 in absent:  # otherwise the others need time to hear of it from rank 0
+        monkeypatch.setattr(agreement, "GRACE_S", 0.5)
     store = HashStore()
     began = time.monotonic()
-    found = on_ranks(4, lambda r: offset(store, r, 4, rounds=2, timeout_s=0.5), absent=absent)
-    assert 0.4 < time.monotonic() - began < 5
+    found = on_ranks(4, lambda r: offset(store, r, 4, rounds=2, timeout_s=2.0), absent=absent)
+    assert 1.9 < time.monotonic() - began < 15
     assert len(found) == 4 - len(absent)
     names = ", ".join(map(str, absent))
     for error in found.values():
@@ -198,7 +200,7 @@ def test_who_goes_in_the_middle_is_named():
 
     found = on_ranks(
         4,
-        lambda r: offset(Gone(store) if r == 2 else store, r, 4, rounds=3, timeout_s=0.5),
+        lambda r: offset(Gone(store) if r == 2 else store, r, 4, rounds=3, timeout_s=2.0),
     )
     assert isinstance(found.pop(2), ZeroDivisionError)
     assert {error.ranks for error in found.values()} == {(2,)}
@@ -206,10 +208,10 @@ def test_who_goes_in_the_middle_is_named():
 
 def test_a_call_after_one_that_failed_meets_nothing_of_it():
     store = HashStore()
-    late = on_ranks(3, lambda r: offset(store, r, 3, timeout_s=0.3), absent=(2,))
+    late = on_ranks(3, lambda r: offset(store, r, 3, timeout_s=2.0), absent=(2,))
     assert {error.ranks for error in late.values()} == {(2,)}
     # The rank that was missing hears of it, then all are together again.
     with pytest.raises(PeerError) as found:
-        offset(store, 2, 3, timeout_s=0.3)
+        offset(store, 2, 3, timeout_s=2.0)
     assert found.value.ranks == (2,)
     check_offsets(on_ranks(3, lambda r: offset(store, r, 3, clock=skewed(r))), 50e6)

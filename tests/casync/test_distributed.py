@@ -25,9 +25,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "ranks.py"
 CODECS = ["none", "onebit", "topk(ratio=0.05)", "terngrad"]
 GROUPS = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 2]]
 WIRE = [("none", "ps"), ("int8", "ps"), ("fp16", "ring"), ("int8", "allreduce")]
-KILL_S = 10
+KILL_S = 30
 """Until a killed rank must be named, with the default timeout."""
-LOST_S = 10
+LOST_S = 15
 """HIPRESS_TIMEOUT where a rank is cut off or frozen: on a busy machine, twelve ranks need seconds
 for their first exchange, though their kernels are loaded by then."""
 VANISHED_S = 60
@@ -77,7 +77,7 @@ def told(lab, request):
             {"id": "messages", "do": "messages", "ranks": 2, "count": 100},
         ],
         [{"id": "wire", "do": "wire", "ranks": 4, "cases": WIRE, "numel": 4_000_000, "steps": 3}],
-        [{"id": "pipelining", "do": "pipelining", "ranks": 2, "numel": 4_000_000, "tries": 5}],
+        [{"id": "pipelining", "do": "pipelining", "ranks": 2, "numel": 4_000_000, "tries": 20}],
         [{"id": "steady", "do": "steady", "ranks": 2, "steps": 1000, "warm": 200, "numel": 65_536}],
         [
             *({"id": f"{strategy} {victim}", "do": "forever", "ranks": 4, "strategy": strategy,
@@ -86,7 +86,7 @@ def told(lab, request):
                "victim": victim} for where, victim in others),
         ],
     ]  # fmt: skip
-    start(lab, found, *stages).wait(500)
+    start(lab, found, *stages).wait(1500)
     return found
 
 
@@ -241,7 +241,7 @@ def lose(lab, how, undo, host, strategies, *, timeout_s=LOST_S, limit_s=LOST_S +
     ]  # fmt: skip
     job = start(lab, told, played)
     try:
-        told.wait_for("ready", 4 * len(played), 120)
+        told.wait_for("ready", 4 * len(played), 300)
         time.sleep(0.5)
         lost = time.monotonic()
         how(host)
@@ -329,7 +329,7 @@ def two_by_two():
             told,
             [{"id": "wire", "do": "wire", "ranks": 4, "cases": BETWEEN, "numel": 2_000_000,
               "steps": 4}],
-        ).wait(60)  # fmt: skip
+        ).wait(200)  # fmt: skip
         total = [lab.counters(host).sent_bytes - before[host] for host in range(2)]
     return told, total
 

@@ -51,7 +51,7 @@ def test_a_forked_process_leaves_the_exchange_of_its_parent_alone(tmp_path):
     """Catches: a worker that ends and with it, for all ranks, the connections of its parent."""
     script = Path(tmp_path / "rank.py")
     script.write_text(RANK)
-    (port,) = scenarios._free_ports(1)
+    (port,) = scenarios.free_ports(1)
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(port)],

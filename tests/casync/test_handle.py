@@ -14,6 +14,13 @@ def made(count):
     return threads, [Handle([], None, threads) for _ in range(count)]
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_joint_future_waits_for_all(order):
     """Catches: a bucket that is handed out when the first of its groups is there."""
@@ -68,23 +75,23 @@ def test_the_settler_may_be_closed_by_itself():
         done.set()
 
     threads.put(close)
-    assert done.wait(10) and not problems
+    assert done.wait(60) and not problems
 
 
 def test_a_callback_that_waits_holds_no_other_back():
     """Catches: a future that is awaited in the callback of another and never ends."""
+    before = set(threading.enumerate())  # another test may have left some
     threads, handles = made(40)
     futures = [handle.future(None) for handle in handles]
     # Each waits for the next one.
     chains = [a.then(lambda _, b=b: b.wait()) for a, b in itertools.pairwise(futures)]
     for handle in handles:
         handle.end(None)
-    deadline = time.monotonic() + 10
-    while not all(chain.done() for chain in chains) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert all(chain.done() for chain in chains)
+    wait_until(lambda: all(chain.done() for chain in chains))
     threads.close()
-    assert not [one.name for one in threading.enumerate() if one.name == "hipress-futures"]
+    wait_until(  # some may just be ending
+        lambda: "hipress-futures" not in {one.name for one in {*threading.enumerate()} - before}
+    )
 
 
 def test_threads_of_callbacks_are_used_again():
@@ -95,14 +102,12 @@ def test_threads_of_callbacks_are_used_again():
         threads.put(gate.wait)
     assert len(threads._threads) == 3 * MAX_IDLE
     gate.set()
-    deadline = time.monotonic() + 10
-    while len(threads._threads) > MAX_IDLE and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(threads._threads) <= MAX_IDLE)
     assert len(threads._threads) == MAX_IDLE
     for _ in range(50):
         done = threading.Event()
         threads.put(lambda done=done: (seen.append(threading.get_ident()), done.set()))
-        assert done.wait(10)
+        assert done.wait(60)
         time.sleep(0.002)  # until its thread is idle again
     assert len(set(seen)) <= MAX_IDLE
     threads.close()

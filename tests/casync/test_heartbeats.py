@@ -45,23 +45,29 @@ class Ward:
 
         return on_failure
 
-    def wait(self, ranks, limit_s):
+    def wait(self, ranks):
         """The errors of these ranks; fails where one is not told in time."""
+        ranks = list(ranks)
         with self.told:
-            assert self.told.wait_for(lambda: set(ranks) <= set(self.errors), limit_s), self.errors
+            assert self.told.wait_for(lambda: set(ranks) <= set(self.errors), 20.0), self.errors
         return [self.errors[rank] for rank in ranks]
 
     def silence(self, rank):
         """Stops a rank without a word, as a crash does."""
         self.ranks[rank]._closed.set()
-        self.ranks[rank]._thread.join(5)
+        self.ranks[rank]._thread.join(20)
+
+    def leave(self, rank):
+        """Closes a rank that has patience with the others, however slow this machine is."""
+        self.ranks[rank]._beat_s = 4.0
+        self.ranks[rank].close()
 
 
 @pytest.fixture
 def ward():
     made = []
 
-    def make(num_ranks, timeout_s=1.0):
+    def make(num_ranks, timeout_s):
         made.append(Ward(num_ranks, timeout_s))
         return made[-1]
 
@@ -73,28 +79,28 @@ def ward():
 
 @pytest.mark.parametrize("num_ranks", thinned([1, 2, 4], keep=(4,)))
 def test_ranks_that_beat_are_left_alone(ward, num_ranks):
-    watched = ward(num_ranks, 0.5)
-    time.sleep(1.5)
+    watched = ward(num_ranks, 2.5)
+    time.sleep(4.0)
     assert watched.errors == {}
 
 
 @pytest.mark.parametrize("silent", thinned([0, 1, 3], keep=(0, 3)))
 def test_a_silent_rank_is_named_on_all_others(ward, silent):
-    watched = ward(4, 1.0)
+    watched = ward(4, 2.5)
     time.sleep(0.3)
     began = time.monotonic()
     watched.silence(silent)
-    for error in watched.wait([rank for rank in range(4) if rank != silent], 5.0):
+    for error in watched.wait(rank for rank in range(4) if rank != silent):
         assert isinstance(error, PeerError)
         assert error.ranks == (silent,)
-        assert f"rank {silent} has given no sign of life for 1 s" in str(error)
-    assert 0.8 < time.monotonic() - began < 4
+        assert f"rank {silent} has given no sign of life for 2.5 s" in str(error)
+    assert 1.2 < time.monotonic() - began < 15
 
 
 def test_a_rank_that_has_said_goodbye_is_not_missed(ward):
-    watched = ward(3, 0.5)
+    watched = ward(3, 2.5)
     watched.ranks[1].close()
-    time.sleep(1.5)
+    time.sleep(4.0)
     assert watched.errors == {}
 
 
@@ -110,7 +116,7 @@ def test_a_rank_that_has_died_is_named_long_before_the_timeout(ward, quick):
     time.sleep(0.3)
     watched.silence(2)
     watched.num_lost = 1
-    for error in watched.wait([0, 1, 3], 5.0):
+    for error in watched.wait([0, 1, 3]):
         assert isinstance(error, PeerError)
         assert error.ranks == (2,)
         assert "rank 2 is gone: connections are closed and heartbeats have stopped" in str(error)
@@ -122,9 +128,10 @@ def test_a_rank_that_failed_itself_is_not_counted_among_those_who_know(ward, qui
     watched.ranks[1]._beat_s = 0.4
     time.sleep(0.3)
     watched.ranks[2].explain(ValueError("out of paper"))
-    watched.wait([0], 5.0)
-    watched.ranks[0].close()
-    assert watched.errors[1].ranks == (2,)
+    watched.wait([0])
+    watched.leave(0)
+    assert watched.store.check(["informed/1"])
+    assert [error.ranks for error in watched.wait([1])] == [(2,)]
 
 
 @pytest.mark.parametrize("silent", [0, 2])
@@ -137,12 +144,12 @@ def test_rank_0_keeps_the_store_until_all_know_who_failed(ward, quick, silent):
     if silent:
         watched.silence(silent)
         watched.num_lost = 1
-        watched.wait([0], 5.0)
+        watched.wait([0])
     else:
         watched.ranks[0].explain(ValueError("out of paper"))
-    watched.ranks[0].close()
-    assert {1, 3} <= set(watched.errors)
-    assert {watched.errors[rank].ranks for rank in (1, 3)} == {(silent,)}
+    watched.leave(0)
+    assert watched.store.check(["informed/1", "informed/3"])
+    assert [error.ranks for error in watched.wait([1, 3])] == [(silent,)] * 2
 
 
 def test_what_one_thread_knows_another_does_not_ask_for(ward, quick, monkeypatch):
@@ -150,7 +157,7 @@ def test_what_one_thread_knows_another_does_not_ask_for(ward, quick, monkeypatch
     watched = ward(3, 1800.0)
     watched.silence(1)
     watched.num_lost = 1
-    watched.wait([2], 5.0)
+    watched.wait([2])
 
     def gone(*_):
         raise DistNetworkError("connection reset")
@@ -177,7 +184,7 @@ def test_a_busy_rank_is_not_taken_for_one_that_has_closed(ward, quick):
     assert watched.errors == {}
     # The same rank, busy again or dead now, is the only explanation of a second lost connection.
     watched.num_lost = 2
-    assert [error.ranks for error in watched.wait([0, 3], 5.0)] == [(1,)] * 2
+    assert [error.ranks for error in watched.wait([0, 3])] == [(1,)] * 2
 
 
 def test_of_two_silent_ranks_the_one_that_comes_back_is_not_blamed(ward, quick):
@@ -190,32 +197,32 @@ def test_of_two_silent_ranks_the_one_that_comes_back_is_not_blamed(ward, quick):
     time.sleep(1.5)
     assert watched.errors == {}
     watched.ranks[1]._beat()
-    assert [error.ranks for error in watched.wait([0, 3], 5.0)] == [(2,)] * 2
+    assert [error.ranks for error in watched.wait([0, 3])] == [(2,)] * 2
 
 
 def test_an_error_of_a_rank_s_own_reaches_all(ward):
-    watched = ward(4, 2.0)
+    watched = ward(4, 30.0)
     error = FrameError("the frame is foreign")
     assert watched.ranks[2].explain(error) is error
-    for found in watched.wait([0, 1, 3], 3.0):
+    for found in watched.wait([0, 1, 3]):
         assert isinstance(found, PeerError)
         assert found.ranks == (2,)
         assert str(found) == "rank 2 failed: the frame is foreign"
 
 
 def test_a_broken_connection_is_blamed_on_who_is_silent(ward):
-    watched = ward(4, 3.0)
+    watched = ward(4, 6.0)
     watched.silence(1)
     found = watched.ranks[3].explain(LinkError("Connection reset by 10.0.0.7:41523\nmore"))
     assert isinstance(found, PeerError)
     assert found.ranks == (1,)
     assert "rank 1 is gone or frozen (Connection reset by 10.0.0.7:41523)" in str(found)
     # The others say the same, though they saw nothing.
-    assert [str(error) for error in watched.wait([0, 2], 3.0)] == [str(found)] * 2
+    assert [str(error) for error in watched.wait([0, 2])] == [str(found)] * 2
 
 
 def test_a_broken_connection_among_the_living_names_nobody(ward):
-    watched = ward(3, 2.0)
+    watched = ward(3, 30.0)
     found = watched.ranks[0].explain(LinkError("timed out"))
     assert isinstance(found, PeerError)
     assert found.ranks == ()
@@ -227,13 +234,13 @@ def test_a_rank_that_ends_after_a_failure_does_not_take_the_blame(ward, quick):
     watched = ward(4, 1800.0)
     watched.silence(2)
     watched.num_lost = 1
-    watched.wait([0, 1, 3], 5.0)
+    watched.wait([0, 1, 3])
     watched.ranks[0].close()
     assert not heartbeats.has_left(watched.store, 0)
 
 
 def test_the_first_failure_is_what_all_say(ward):
-    watched = ward(3, 2.0)
+    watched = ward(3, 30.0)
     watched.ranks[1].explain(FrameError("first"))
     second = watched.ranks[2].explain(LinkError("second, a consequence"))
     assert isinstance(second, PeerError)
@@ -261,7 +268,7 @@ def test_a_store_that_is_gone_is_blamed_on_rank_0(monkeypatch):
     found = health.explain(LinkError("Connection reset"))
     assert isinstance(found, PeerError) and found.ranks == (0,)
     assert "is gone or frozen, or the link of rank 1 is down (Connection reset)" in str(found)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not told and time.monotonic() < deadline:
         time.sleep(0.05)
     assert told[0].ranks == (0,)
@@ -269,10 +276,11 @@ def test_a_store_that_is_gone_is_blamed_on_rank_0(monkeypatch):
     health.close()
 
 
-def test_closing_is_quick_and_may_be_done_twice(ward):
-    watched = ward(3, 60.0)
+def test_closing_is_quick_and_may_be_done_twice(ward, monkeypatch):
+    monkeypatch.setattr(heartbeats, "LONGEST_BEAT_S", 60.0)
+    watched = ward(3, 1800.0)
     began = time.monotonic()
     for health in watched.ranks:
         health.close()
         health.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20  # beats are a minute apart

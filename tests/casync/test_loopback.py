@@ -22,7 +22,7 @@ from hipress.casync.graphs.graph import Kind
 from hipress.casync.graphs.strategies import STRATEGIES
 from hipress.casync.ranks.agreement import Agreement
 from hipress.errors import FrameError, PeerError, UsageError
-from tests.casync.harness import Reference, gradient, mean_of, outcomes, run
+from tests.casync.harness import Reference, end_quickly, gradient, mean_of, outcomes, run
 from tests.grid import crossed, thinned
 
 FAMILIES = (
@@ -749,14 +749,12 @@ def damaging(which):
 @pytest.mark.parametrize("strategy", ["ps", "ring", "allreduce"])
 def test_a_damaged_frame_is_refused_and_all_ranks_hear_of_it(strategy, ordered, monkeypatch):
     monkeypatch.setattr("tests.casync.harness.Loopback", damaging(2))
-    # Receivers that wait for what will not come keep a close that long.
-    monkeypatch.setattr("hipress.casync.engine.executors.CLOSE_S", 0.2)
+    end_quickly(monkeypatch)
     # Whoever needs nothing from the damaged frame hears of it in its next step.
     work = sync_all("onebit", strategy, steps=3, sizes=((1000,),))
     began = time.monotonic()
-    # Beats are a tenth of the timeout apart: the others hear of it with the next.
-    found = outcomes(3, work, timeout_s=3.0, ordered=ordered, hub=Hub(3, 6.0))
-    assert time.monotonic() - began < 5
+    found = outcomes(3, work, timeout_s=40.0, ordered=ordered)
+    assert time.monotonic() - began < 30  # long before the timeout: with the next heartbeat
     refused = [rank for rank, one in enumerate(found) if isinstance(one, FrameError)]
     assert refused
     for rank, one in enumerate(found):
@@ -768,25 +766,20 @@ def test_a_damaged_frame_is_refused_and_all_ranks_hear_of_it(strategy, ordered, 
 
 def test_after_a_failure_every_call_fails_at_once(monkeypatch):
     monkeypatch.setattr("tests.casync.harness.Loopback", damaging(1))
-    monkeypatch.setattr("hipress.casync.engine.executors.CLOSE_S", 0.2)
+    end_quickly(monkeypatch)
 
     def work(engine, rank):
-        errors = []
+        errors, times = [], []
+        for _ in range(3):
+            began = time.monotonic()
+            with pytest.raises((FrameError, PeerError)) as caught:
+                engine.allreduce([torch.ones(1000)], codec="onebit", name="w").wait()
+            errors.append(str(caught.value))
+            times.append(time.monotonic() - began)
+        return errors, times
 
-        def call():
-            for _ in range(3):
-                try:
-                    engine.allreduce([torch.ones(1000)], codec="onebit", name="w").wait()
-                except (FrameError, PeerError) as error:
-                    errors.append(str(error))
-
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
-        thread.join(4.0)
-        return errors
-
-    for first, *later in run(2, work, timeout_s=5.0):
-        assert len(later) == 2
+    for (first, *later), times in run(2, work, timeout_s=40.0):
+        assert max(times) < 30
         for error in later:
             assert error.startswith("the exchange is down since an earlier error (")
             assert first.removesuffix(".") in error
@@ -884,7 +877,7 @@ def test_a_future_may_be_awaited_in_the_callback_of_another():
             engine.allreduce([value], name=name).future(value).then(again(name, value))
             for name, value in zip(names, values, strict=True)
         ]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         while not all(future.done() for future in futures) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert all(future.done() for future in futures)
@@ -903,7 +896,7 @@ def test_ranks_that_swap_two_names_do_not_mix_them():
             for name, value in calls if rank == 0 else reversed(calls):
                 engine.allreduce([value], name=name).wait()
 
-    run(2, work, timeout_s=2.0)
+    run(2, work, timeout_s=4.0)
 
 
 def test_a_closed_engine_says_so():

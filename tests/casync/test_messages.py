@@ -15,10 +15,10 @@ from hipress.casync.engine import executors
 from hipress.casync.engine.exchange import Exchange
 from hipress.casync.engine.executors import Executor
 from hipress.casync.engine.handle import Handle
-from hipress.casync.engine.loopback import Hub, Loopback
+from hipress.casync.engine.loopback import Loopback
 from hipress.casync.engine.memory import Buffer
 from hipress.errors import FrameError, PeerError
-from tests.casync.harness import outcomes, run
+from tests.casync.harness import end_quickly, outcomes, run
 
 COUNT = 64
 SPREAD = [21 * k % COUNT for k in range(COUNT)]
@@ -100,20 +100,24 @@ def test_no_two_exchanges_that_run_have_the_same_tags(names, monkeypatch):
 def test_a_call_that_waits_for_its_tags_ends_with_the_error(monkeypatch):
     """Catches: a caller that waits for ever when the exchange before it never ends."""
     monkeypatch.setattr(executors, "NUM_USES", 1)
-    monkeypatch.setattr("hipress.casync.engine.executors.CLOSE_S", 0.2)
+    end_quickly(monkeypatch)
+    ended = threading.Event()
 
     def work(engine, rank):
         engine.allreduce([torch.ones(3)]).wait()
         if rank == 1:
-            time.sleep(1.0)
+            assert ended.wait(40)
             return None
         engine.allreduce([torch.ones(3)])
         threading.Timer(0.3, engine.executor.fail, [PeerError("rank 1 is gone")]).start()
-        with pytest.raises(PeerError, match="rank 1 is gone"):
-            engine.allreduce([torch.ones(3)])
+        try:
+            with pytest.raises(PeerError, match="rank 1 is gone"):
+                engine.allreduce([torch.ones(3)])
+        finally:
+            ended.set()
         return True
 
-    assert run(2, work, hub=Hub(2, 3.0))[0] is True
+    assert run(2, work)[0] is True
 
 
 # --- stamps ---------------------------------------------------------------------------------------
@@ -142,7 +146,7 @@ class Swapping(Loopback):
 def test_swapped_messages_are_refused_with_both_names(monkeypatch):
     """Catches: a frame of one tensor that is merged into another of the same size."""
     monkeypatch.setattr("tests.casync.harness.Loopback", Swapping)
-    monkeypatch.setattr("hipress.casync.engine.executors.CLOSE_S", 0.2)
+    end_quickly(monkeypatch)
 
     def work(engine, rank):
         values = [torch.full((8,), float(rank)) for _ in range(2)]
@@ -151,7 +155,7 @@ def test_swapped_messages_are_refused_with_both_names(monkeypatch):
             engine.allreduce(values[1:], codec="onebit", name="second")
         first.wait()
 
-    refused, peer = outcomes(2, work, timeout_s=3.0, hub=Hub(2, 6.0))
+    refused, peer = outcomes(2, work)
     assert isinstance(refused, FrameError) and isinstance(peer, PeerError)
     assert "rank 0 received '" in str(refused) and "where it expects '" in str(refused)
     for text in ("'first'", "'second'", "step 0", "recipe 1", "recipe 2", "made by rank 1"):
@@ -174,14 +178,14 @@ class Stale(Loopback):
 def test_a_frame_of_another_step_is_refused(strategy, ordered, monkeypatch):
     """Catches: a message of an earlier step that is taken for one of this step."""
     monkeypatch.setattr("tests.casync.harness.Loopback", Stale)
-    monkeypatch.setattr("hipress.casync.engine.executors.CLOSE_S", 0.2)
+    end_quickly(monkeypatch)
 
     def work(engine, rank):
         for _ in range(2):
             value = torch.full((70_000,), float(rank))
             engine.allreduce([value], codec="onebit", strategy=strategy, name="w").wait()
 
-    found = outcomes(2, work, timeout_s=3.0, hub=Hub(2, 6.0), ordered=ordered)
+    found = outcomes(2, work, ordered=ordered)
     texts = [str(one) for one in found if isinstance(one, FrameError)]
     assert len(texts) == 1
     assert "step 0, recipe 1" in texts[0] and "step 1, recipe 1" in texts[0]

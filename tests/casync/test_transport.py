@@ -110,6 +110,6 @@ def test_a_process_that_freezes_with_the_store_is_named_in_time():
             with pytest.raises(PeerError, match="rank 1 does not reach the store") as found:
                 agreement.agree("tea", {})
             assert found.value.ranks == (0,)
-            assert time.monotonic() - began < 6
+            assert time.monotonic() - began < 20  # the store itself waits 30 s
         finally:
             rank_0.kill()

@@ -27,7 +27,7 @@ FIELDS = {
 
 def bench(*arguments: str) -> int:
     with pytest.raises(SystemExit) as stopped:
-        main(["bench", "sync", "--hosts", "2", "--repeats", "1", "--timeout", "60", *arguments])
+        main(["bench", "sync", "--hosts", "2", "--repeats", "1", "--timeout", "250", *arguments])
     assert isinstance(stopped.value.code, int)
     return stopped.value.code
 
@@ -37,7 +37,7 @@ def check_row(row: dict[str, Any]) -> None:
     assert row["hosts"] == 2 and row["repeats"] == 1 and row["device"] == "cpu"
     assert row["speedup"] == pytest.approx(row["baseline_seconds_median"] / row["seconds_median"])
     assert row["ranks_agree"] is True and row["problem"] is None
-    assert row["tasks"] >= 2 and 0 < row["overlap_seconds"] + row["codec_seconds"] < 60
+    assert row["tasks"] >= 2 and 0 < row["overlap_seconds"] + row["codec_seconds"] < 250
     if row["codec"] == "none":
         assert row["relative_error"] < 2e-7
         assert row["wire_bytes_per_rank"] == pytest.approx(row["size_bytes"], rel=0.01)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ from hipress.cli.profile import benchmark, in_a_job
 from hipress.profile import Profile
 from hipress.train.models import MODELS
 from tests.grid import full
+from tests.scenarios import free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def profile(*arguments: str) -> int:
 def test_measures_links_codecs_and_a_model_on_loopback(tmp_path, capsys):
     path = tmp_path / "p.json"
     arguments = ("--loopback", "--hosts", "2", "--model", "mlp", "--codecs", "none,onebit")
-    assert profile(*arguments, "-o", str(path), "--json", "--timeout", "90") == 0
+    assert profile(*arguments, "-o", str(path), "--json", "--timeout", "250") == 0
     captured = capsys.readouterr()
     found = Profile.load(path)
     assert json.loads(captured.out) == json.loads(path.read_text())
@@ -61,9 +61,7 @@ def test_measures_links_codecs_and_a_model_on_loopback(tmp_path, capsys):
 
 @full
 def test_measures_between_the_ranks_of_a_job(tmp_path):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    (port,) = free_ports(1)
     path = tmp_path / "p.json"
     ranks = [
         subprocess.Popen(
@@ -80,7 +78,7 @@ def test_measures_between_the_ranks_of_a_job(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [rank.communicate(timeout=90) for rank in ranks]
+    outputs = [rank.communicate(timeout=250) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert Profile.load(path).network.num_ranks == 2
     assert "Wrote" in outputs[0][0] and outputs[1][0] == ""

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.docs.test_flag_map import check_command, commands
+from tests.scenarios import free_ports
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
@@ -225,12 +225,6 @@ def key_recipe() -> str:
     return str(found)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def as_root(command: list[str]) -> list[str]:
     """Root's sshd wants a folder in /run that systemd would make: give it a /run of its own."""
     if os.geteuid() != 0:
@@ -246,7 +240,7 @@ def node(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     if absent:
         pytest.skip(f"{', '.join(absent)} not installed (apt-get install openssh-server)")
     subprocess.run(["sh", "-eu", "-c", key_recipe()], cwd=tmp_path, check=True, timeout=60)
-    keys, port = str(tmp_path / "keys"), free_port()
+    keys, (port,) = str(tmp_path / "keys"), free_ports(1)
     server, client = tmp_path / "sshd_node", tmp_path / "hipress.conf"
     text = written(DOCKERFILE, "/etc/ssh/sshd_node")
     server.write_text(text.replace("/keys", keys).replace(PORT, str(port)), "utf-8")

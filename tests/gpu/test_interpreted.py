@@ -29,7 +29,7 @@ def contract(*args: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CONTRACT), *args]
     return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=3000
     )
 
 

@@ -20,10 +20,15 @@ def mbits(finished, rank=1):
     return [float(line) for line in finished.stdout[rank].split()]
 
 
-@pytest.mark.parametrize(("rate", "mbit", "size"), [("1gbit", 1000, 30e6), ("100mbit", 100, 8e6)])
+def usual(finished):
+    """Return the median: this machine may stand still in one of three rounds."""
+    return statistics.median(mbits(finished))
+
+
+@pytest.mark.parametrize(("rate", "mbit", "size"), [("1gbit", 1000, 30e6), ("100mbit", 100, 5e6)])
 def test_a_link_has_its_rate(rate, mbit, size, move):
     with Lab(2, rate=rate) as lab:
-        (measured,) = mbits(lab.run(move(int(size)), timeout=30, check=True))
+        measured = usual(lab.run(move(int(size), 3), timeout=30, check=True))
     assert LEAST * mbit <= measured <= MOST * mbit
 
 
@@ -33,27 +38,28 @@ def test_a_slow_host_among_fast_ones(slow, move):
     rates = ["1gbit", "1gbit"]
     rates[slow] = "100mbit"
     with Lab(2, rate=rates) as lab:
-        (measured,) = mbits(lab.run(move(5_000_000), timeout=30, check=True))
+        measured = usual(lab.run(move(5_000_000, 3), timeout=30, check=True))
     assert LEAST * 100 <= measured <= MOST * 100 * 1.03  # the first packets leave at once
 
 
 def test_a_link_without_a_rate_is_not_shaped(move):
     with Lab(2) as lab:
-        (measured,) = mbits(lab.run(move(100_000_000), timeout=30, check=True))
-    assert measured > 1500
+        measured = mbits(lab.run(move(100_000_000, 3), timeout=30, check=True))
+    assert max(measured) > 1500
 
 
 def test_the_rate_changes_while_a_job_runs(move):
-    rates = iter(["50mbit", "400mbit"])
+    rates = iter([None, None, "50mbit", None, None, "400mbit", None, None, None])
 
     def on_line(rank, stream, line):
-        if (rate := next(rates, None)) is not None:
+        if (rate := next(rates)) is not None:  # while the next round has begun
             lab.set_rate(0, rate)
 
     with Lab(2, rate=["200mbit", "none"]) as lab:
-        finished = lab.run(move(4_000_000, 3), on_line=on_line, timeout=30, check=True)
-    for measured, mbit in zip(mbits(finished), (200, 50, 400), strict=True):
-        assert LEAST * mbit <= measured <= 1.05 * mbit
+        finished = lab.run(move(4_000_000, 9), on_line=on_line, timeout=30, check=True)
+    found = mbits(finished)
+    for k, mbit in enumerate((200, 50, 400)):
+        assert LEAST * mbit <= statistics.median(found[3 * k : 3 * k + 3]) <= 1.05 * mbit
 
 
 def test_delay_is_met_once_each_way(ping):
@@ -88,11 +94,12 @@ def test_a_delay_that_can_not_come_later_is_told(ping):
 @full
 def test_delay_does_not_cost_rate(move):
     with Lab(2, rate="200mbit", delay="2ms") as lab:
-        measured = mbits(lab.run(move(10_000_000, 2), timeout=30, check=True))
-    assert LEAST * 200 <= measured[-1] <= 1.05 * 200
+        measured = mbits(lab.run(move(10_000_000, 4), timeout=30, check=True))
+    assert LEAST * 200 <= statistics.median(measured[1:]) <= 1.05 * 200
 
 
-# Rank 0 asks until rank 1 has answered, so that the first packets, of ARP too, may get lost.
+# Rank 0 asks until rank 1 has answered, so that the first packets, of ARP too, may get lost, and so
+# that no more packets wait than a socket holds.
 LOSE = """
 import os, socket, time
 sock = socket.socket(type=socket.SOCK_DGRAM)
@@ -110,17 +117,18 @@ if os.environ["RANK"] == "1":
     print(count)
 else:
     sock.settimeout(0.1)
-    for _ in range(100):
-        sock.sendto(b"?", ("host1", 5002))
-        try:
-            sock.recv(100)
-            break
-        except (TimeoutError, ConnectionRefusedError):
-            time.sleep(0.02)
+    def ask():
+        for _ in range(100):
+            sock.sendto(b"?", ("host1", 5002))
+            try:
+                return sock.recv(100)
+            except (TimeoutError, ConnectionRefusedError):
+                time.sleep(0.02)
     for at in range(2000):
+        if at % 50 == 0:
+            ask()
         sock.sendto(b"x", ("host1", 5002))
-        if at % 20 == 0:
-            time.sleep(0.002)
+    ask()
     for _ in range(20):
         time.sleep(0.01)
         sock.sendto(b"stop", ("host1", 5002))
@@ -161,15 +169,16 @@ def test_a_cut_link_is_silent_and_heals(delay, ping):
         while len(at) < 10:
             time.sleep(0.01)
         lab.cut(1)
-        time.sleep(0.2)
-        count = len(at)
-        time.sleep(1)
-        assert len(at) == count
+        until, count = time.monotonic() + 20, -1
+        while count != len(at):  # lines that are on their way
+            assert time.monotonic() < until
+            count = len(at)
+            time.sleep(1)
         assert job.poll() is None  # nobody was told
         lab.heal(1)
         healed = time.monotonic()
         while len(at) <= count + 10:
-            assert time.monotonic() - healed < 10
+            assert time.monotonic() - healed < 40
             time.sleep(0.01)
         job.kill()
 
@@ -177,12 +186,15 @@ def test_a_cut_link_is_silent_and_heals(delay, ping):
 @full
 def test_shaping_of_torch_itself(python):
     code = (
-        "import time, torch, torch.distributed as dist\n"
+        "import statistics, time, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
-        "x = torch.ones(2_500_000)\n"
-        "dist.all_reduce(x[:10]); start = time.perf_counter()\n"
-        "dist.all_reduce(x[10:])\n"
-        "print(x[-1].item(), time.perf_counter() - start)\n"
+        "times = []\n"
+        "for _ in range(5):\n"
+        "    x = torch.ones(2_500_000)\n"
+        "    dist.all_reduce(x[:10]); start = time.perf_counter()\n"
+        "    dist.all_reduce(x[10:])\n"
+        "    times.append(time.perf_counter() - start)\n"
+        "print(x[-1].item(), statistics.median(times))\n"
         "dist.destroy_process_group()"
     )
     with Lab(2, rate="1gbit") as lab:

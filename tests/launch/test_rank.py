@@ -51,7 +51,7 @@ def agent(tmp_path):
             file.close()
         if program.poll() is None:
             os.killpg(program.pid, signal.SIGKILL)
-        program.wait(10)
+        program.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_how_it_ended_is_reported_and_returned(agent, script, status, code):
     program, connection, out, err = agent("sh", "-c", f"echo out; echo err >&2; {script}")
     assert (out.read(), err.read()) == ("out\n", "err\n")
     assert json.loads(connection.recv(4096)) == {"code": status, "told": False}
-    assert program.wait(10) == code
+    assert program.wait(60) == code
 
 
 def test_nothing_but_the_standard_streams_is_handed_on(agent):
@@ -87,14 +87,14 @@ def test_a_signal_to_the_group_reaches_the_rank_and_is_noted(agent):
     os.killpg(program.pid, signal.SIGTERM)
     assert out.readline() == "bye\n"
     assert json.loads(connection.recv(4096)) == {"code": 4, "told": True}
-    assert program.wait(10) == 4
+    assert program.wait(60) == 4
 
 
 def test_the_rank_dies_with_what_stands_around_it(agent):
     program, connection, out, _ = agent("sh", "-c", "echo up; exec sleep 300")
     assert out.readline() == "up\n"
     program.kill()
-    program.wait(10)
+    program.wait(60)
     assert out.read() == ""  # the last writer is gone
     assert connection.recv(4096) == b""
 

@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from hipress.launch import torchrun
+from tests.scenarios import free_ports
 
 
 @pytest.mark.parametrize("is_chosen", [False, True])
@@ -24,9 +25,7 @@ def test_a_port_is_kept_for_who_may_share_it(is_chosen):
 
 
 def test_what_was_said_of_the_way_is_taken_back():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     said, servers = [], []
 
     def may_go_on():

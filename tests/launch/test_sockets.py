@@ -17,6 +17,7 @@ import pytest
 from hipress import environment
 from tests.grid import marked as full
 from tests.launch.conftest import SOURCE, marked
+from tests.scenarios import free_ports
 
 RANK = """
 import os, sys, time, torch, torch.distributed as dist, hipress
@@ -114,7 +115,7 @@ def test_a_job_on_one_host_listens_on_loopback_only(kind, tmp_path, marker):
 
 def test_init_on_one_host_listens_on_loopback_only(tmp_path):
     """Catches: the store of rank 0 under mpirun or in a lab that other hosts can connect to."""
-    port = environment.free_port()
+    (port,) = free_ports(1)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", OURS, str(tmp_path), "once"],

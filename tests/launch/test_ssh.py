@@ -180,7 +180,7 @@ def test_hosts_that_are_cut_off_end_by_themselves(cluster, marker):
             *("--env", f"PYTHONPATH={STAND_IN}", "sh", "-c", "exec sleep 300"),
             marker=marker,
             hosts="host1,host2",
-            constants={"SILENCE_S": 2},
+            constants={"SILENCE_S": 4},
         )
         wait_for_sleepers(marker, 2)
         cluster.lab.cut(0)  # nobody is told, and no connection is closed

@@ -39,7 +39,7 @@ from tests.scenarios import Told
 SCRIPT = Path(__file__).parents[1] / "torch" / "scripts" / "auto.py"
 ROUNDING = 1e-6
 """Of sums of some gradients in float32, against their largest element; it was 1e-7."""
-TIMEOUT_S = 15
+TIMEOUT_S = 30
 TOPK = "topk(ratio=0.05)"
 LATER = 32
 """The step at which something changes."""
@@ -331,7 +331,7 @@ def test_who_waits_hears_of_a_rank_that_has_failed(monkeypatch):
     began = time.monotonic()
     with pytest.raises(PeerError, match="rank 1 failed"):
         Agreement(torch.distributed.HashStore(), 0, 2, 20.0, check).agree("tea", {})
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
 
 
 # --- plans that come and go -----------------------------------------------------------------------
@@ -732,7 +732,7 @@ def test_a_dead_rank_is_named(told, where):
         kind, text, ranks, at = told.error(id, rank)
         assert (kind, ranks) == ("PeerError", [2]), text
         assert "rank 2" in text
-        assert at - died < 3 * TIMEOUT_S
+        assert at - died < 45
 
 
 def test_a_rank_that_fails_while_it_measures_is_named_soon(told):
@@ -743,7 +743,7 @@ def test_a_rank_that_fails_while_it_measures_is_named_soon(told):
         kind, text, ranks, at = told.error("breaks", rank)
         assert (kind, ranks) == ("PeerError", [2]), text
         assert "rank 2 failed: no such kernel" in text
-        assert at - failed < 15
+        assert at - failed < 25
 
 
 @pytest.mark.parametrize("given", ["strategy", "plan"])

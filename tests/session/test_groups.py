@@ -2,11 +2,9 @@
 
 import gc
 import os
-import socket
 import subprocess
 import sys
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -17,6 +15,7 @@ import hipress
 from hipress.session import groups
 from hipress.session.groups import engine_of
 from tests.grid import full
+from tests.scenarios import free_ports
 
 CPU = torch.device("cpu")
 LIMIT_S = 120
@@ -33,7 +32,7 @@ def run(program, *lives):
     environ = {
         "WORLD_SIZE": str(1 + max(rank for rank, *_ in lives)),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(*free_ports(1)),
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
@@ -67,12 +66,6 @@ assert [os.wait()[1] for _ in {lives}] == [0] * len({lives})
 """
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 SAME_STORE = """
 def live(rank):
     for _ in range(3):
@@ -103,7 +96,7 @@ def live(rank, *ports):
 def test_a_process_that_stays_meets_one_that_was_started_anew(monkeypatch):
     """Catches: a count of engines in the process, which the other one does not share."""
     monkeypatch.setenv("HIPRESS_TIMEOUT", "30")
-    first, second = free_port(), free_port()
+    first, second = free_ports(2)
     found = run(OTHER_STORE, (0, first, second), (1, first), (1, second))
     assert found == ["rank 0: 0.5"] * 2 + ["rank 1: 0.5"] * 2
 
@@ -142,10 +135,12 @@ def live(rank):
 
     if rank == 2:
         dist.ProcessGroupGloo = publish_and_die
+    start = time.monotonic()
     try:
         exchange(rank)
     except hipress.errors.PeerError as error:
-        os.write(1, f"{error.ranks}\\n".encode())
+        soon = time.monotonic() - start < 40
+        os.write(1, f"{error.ranks} {soon}\\n".encode())
         os._exit(0)  # torch's own group waits for the other ranks
 """
 
@@ -155,9 +150,7 @@ def live(rank):
 def test_a_rank_that_dies_while_it_connects_is_named(monkeypatch):
     """Catches: gloo's own wait of five times the timeout, and blame of a rank that waits in it."""
     monkeypatch.setenv("HIPRESS_TIMEOUT", "10")
-    start = time.monotonic()
-    assert run(DIES_LATER, (0,), (1,), (2,)) == ["(2,)"] * 2
-    assert time.monotonic() - start < 40
+    assert run(DIES_LATER, (0,), (1,), (2,)) == ["(2,) True"] * 2
 
 
 def test_a_rank_does_not_connect_for_ever():
@@ -177,14 +170,14 @@ def test_a_rank_does_not_connect_for_ever():
 
 
 def hipress_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hipress-")]
+    return {thread for thread in threading.enumerate() if thread.name.startswith("hipress-")}
 
 
 @pytest.mark.alone
 def test_an_engine_ends_with_its_group():
     """Catches: threads and buffers of destroyed groups that stay until the process ends."""
     gc.collect()
-    before = len(hipress_threads())
+    before = hipress_threads()
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         hipress.allreduce(torch.ones(10), codec="none", name="w")
@@ -193,7 +186,7 @@ def test_an_engine_ends_with_its_group():
         dist.destroy_process_group()
         gc.collect()
         assert engine.is_closed
-        assert len(hipress_threads()) == before
+        assert not hipress_threads() - before  # those of another test may end meanwhile
 
 
 @pytest.mark.alone

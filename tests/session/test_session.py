@@ -1,7 +1,6 @@
 """A session without a framework, and `allreduce` and `init` with NumPy arrays and launchers."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ from hipress import session
 from hipress.errors import UsageError
 from hipress.session import Mode, StepObserver
 from tests.grid import thinned
+from tests.scenarios import free_ports
 
 
 @pytest.fixture
@@ -195,9 +195,7 @@ def launcher_variables(launcher, rank, port):
 @pytest.mark.parametrize("launcher", thinned(["torchrun", "mpirun", "srun"], keep=("srun",)))
 def test_init_joins_the_ranks_of_every_launcher(launcher):
     """Catches: ranks that each believe to be alone, or wait for a store that nobody serves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     clean = {
         name: value
         for name, value in os.environ.items()

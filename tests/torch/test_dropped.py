@@ -54,16 +54,18 @@ def test_what_is_dropped_ends(kind):
     """Catches: threads and buffers that pile up in a program that makes one model after another."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        before = alive()
+        num_engines, threads = alive()
         for _ in range(4):
             KINDS[kind]()
-        assert alive() == before
+        num_left, left = alive()
+        # What another test has left behind may end meanwhile.
+        assert num_left <= num_engines and not left - threads
     finally:
         dist.destroy_process_group()
 
 
 def alive():
-    """Number of engines and of threads of HiPress."""
+    """Number of engines, and the threads of HiPress."""
     gc.collect()
-    threads = [one for one in threading.enumerate() if one.name.startswith("hipress-")]
-    return sum(type(one) is Engine for one in gc.get_objects()), len(threads)
+    threads = {one for one in threading.enumerate() if one.name.startswith("hipress-")}
+    return sum(type(one) is Engine for one in gc.get_objects()), threads

@@ -16,7 +16,7 @@ from hipress.profile import GradientProfile, ModelProfile
 from hipress.session.timing import GradientTimer, measure_errors, merged
 from hipress.torch.ddp import time_gradients
 
-BURN_S = 0.03
+BURN_S = 0.1
 
 
 def burn(seconds: float = BURN_S) -> None:
@@ -86,10 +86,10 @@ def test_time_that_passes_without_work_does_not_count():
     with time_gradients(model) as seen:
         for _ in range(3):
             out = model(torch.ones(2, 4)).sum()
-            time.sleep(0.05)
+            time.sleep(0.3)
             out.backward()
             seen.end_step()
-    assert seen.profile().backward_s < 0.03
+    assert seen.profile().backward_s < 0.2
 
 
 def test_work_behind_backward_is_the_rest_up_to_the_next_forward():

@@ -71,7 +71,7 @@ def told(request, tmp_path_factory):
             *(one(f"{name} after", "trains", MOVED[name], checkpoint=str(folder / name),
                   resume=True, epochs=2.4, **STEPPED) for name in moved),
             one("slow disk", "slow_disk", **PLAIN, steps=4, checkpoint_every=2,
-                checkpoint=str(folder / "slow"), env={"HIPRESS_TIMEOUT": "8"}),
+                checkpoint=str(folder / "slow"), env={"HIPRESS_TIMEOUT": "15"}),
             one("full disk", "full_disk", **PLAIN, steps=4, checkpoint=str(folder / "full")),
             one("options", "changed_options", **PLAIN, codec="int8",
                 checkpoint=str(folder / "options")),

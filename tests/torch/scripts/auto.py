@@ -408,7 +408,7 @@ def pair(rank, num_ranks):
         ddp.module[0].weight.register_hook(exchange)  # the last to be ready
         return ddp, sync, torch.optim.SGD(ddp.parameters(), lr=0.01)
 
-    first, second = attach(0.03, 0.01), attach(0.03, 0.09)
+    first, second = attach(0.1, 0.03), attach(0.1, 0.3)
     for step in range(70):
         loss = (first[0](batch(rank, step)) - 1).pow(2).mean()
         for one, make_loss in (
@@ -481,4 +481,4 @@ def adapts(rank, num_ranks, id):
 
 if __name__ == "__main__":
     warm_up("none", "onebit", "int8", "bf16", "topk(ratio=0.05)")
-    main(globals(), thorough=False, limit_s=200.0)
+    main(globals(), thorough=False, limit_s=400.0)

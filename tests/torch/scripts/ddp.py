@@ -825,4 +825,4 @@ if __name__ == "__main__":
         "none", "onebit", "int8", "topk(ratio=0.05)", "dgc(ratio=0.05)", "terngrad",
         "randomk(ratio=0.1)", "momentum(ef(onebit))", "dgc(ratio=0.05, weight_decay=0.1)",
     )  # fmt: skip
-    main(globals(), thorough=False, limit_s=100.0)
+    main(globals(), thorough=False, limit_s=300.0)

@@ -90,7 +90,7 @@ def slow_disk(rank, num_ranks, **options):
     real = checkpoints.write
 
     def slowly(folder, state):
-        time.sleep(18)
+        time.sleep(24)
         real(folder, state)
 
     checkpoints.write = slowly
@@ -143,4 +143,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     load_digits()  # scikit-learn, once and not for each scenario
     warm_up("none", "onebit", "momentum(ef(onebit))", "dgc(ratio=0.01)", "int8", "ef(terngrad)")
-    main(globals(), thorough=False, limit_s=240)
+    main(globals(), thorough=False, limit_s=500)
