@@ -26,8 +26,8 @@ CODECS = ["none", "onebit", "topk(ratio=0.05)", "terngrad"]
 GROUPS = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 2]]
 WIRE = [("none", "ps"), ("int8", "ps"), ("fp16", "ring"), ("int8", "allreduce")]
 KILL_S = 15
-"""Until a killed rank must be named, with the default timeout: 10 s, and 5 for a machine that stands
-still meanwhile."""
+"""Until a killed rank must be named, with the default timeout: 10 s, and 5 for a machine that
+stands still meanwhile."""
 LOST_S = 15
 """HIPRESS_TIMEOUT where a rank is cut off or frozen: on a busy machine, twelve ranks need seconds
 for their first exchange, though their kernels are loaded by then."""
