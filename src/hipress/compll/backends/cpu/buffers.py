@@ -1,4 +1,4 @@
-"""Which buffer each array of a block is in: few of them, so that they stay in the nearest cache."""
+"""Assigns a buffer to each array of a block; there are few, so that they stay in the L1 cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def buffers(loop: ir.Loop) -> dict[Local, str]:
     last |= {e.attr: len(loop.phases) for e in walk(final) if e.op == "local"}
     names: dict[Local, str] = {}
     used: dict[str, tuple[str, int]] = {}
-    """Of each buffer: its type, and the phase that reads it last."""
+    """The type of each buffer, and the last phase that reads it."""
     for j, phase in enumerate(loop.phases):
         for x in phase.locals:
             sources = {e.attr for e in walk(x.exprs) if e.op == "local"}
@@ -56,8 +56,11 @@ def pair_step(x: ir.Local) -> int:
     if x.kind != "keep" or x.row is None:
         return 0
     at = {e.args[0] for e in walk([x.body]) if e.op == "local"}
-    steps = {e.args[1].attr for e in at if e.op == "xor" and is_own(e.args[0], e.args[1])}
-    if len(steps) != 1 or not all(e.op in ("xor", "ridx") for e in at):
+    partners = [e for e in at if e.op != "ridx"]
+    if not all(e.op == "xor" and is_own(*e.args) for e in partners):
+        return 0
+    steps = {e.args[1].attr for e in partners}
+    if len(steps) != 1:
         return 0
     [step] = steps
     return step if step > 0 and step & (step - 1) == 0 and x.row.count % (2 * step) == 0 else 0
