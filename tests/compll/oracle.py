@@ -824,6 +824,7 @@ class Machine:
         if scope is not None and scope.block is not None:
             room = array.size if array.capacity is None else array.capacity
             room = room if is_host(room) else scope.block.size
+            room = max(min(int(count), int(room)), 0) if is_host(count) else room
             kept = array.values[: max(int(count), 0)]
             return self._in_row(
                 Arr(kept, array.elem, np.int64(len(kept)), None, int(room)), scope.block

@@ -221,7 +221,7 @@ def scan_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     fold, elem, over = _folding(checker, node, env, whole=True)
     if over is not None:
         return inblock.scanned(checker, over, fold, elem)
-    return Stored(checker.draft, checker.draft.scanned(fold, elem), elem)
+    return inblock.in_memory(checker, checker.draft.scanned(fold, elem), elem, fold.length)
 
 
 def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -322,6 +322,8 @@ def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     g = checker.graph
     over = inblock.domain(checker, node, env, array, lambda _: count)
     most = checker.draft.capacity(array) if over is None else g.const(over.room)
+    if count.op == most.op == "const":
+        most = g.binary("max", g.binary("min", count, most), g.const(0))
     if env.per() is None:
         low = g.binary("le", g.const(0), count)
         high = g.binary("le", count, array.length)
