@@ -176,8 +176,8 @@ BODIES = {
             a = map(range(g.size), [&](int i) -> float {{ return f[i] + m; }});
         }}""",
     "a row longer than the block, with little room": """
-        per (8) {
-            float* r = map(range(40), [&](int i) -> float { return g[i % 8] + i; });
+        per (64) {
+            float* r = map(range(72), [&](int i) -> float { return g[i % 8] + i; });
             float* f = filter(r, [&](float x) -> uint1 { return x > 3.0; }, 3);
             float* two = first(f, 2);
             a = map(range(g.size), [&](int i) -> float { return f[i]; });
