@@ -18,12 +18,10 @@ from hipress.compll.front.arrays import (
     InBlocks,
     InRows,
     PerBlock,
-    Sliced,
-    SlicedRow,
     Stored,
 )
 from hipress.compll.front.draft import Draft
-from hipress.compll.front.expressions import Expressions
+from hipress.compll.front.expressions import LEAVES, Expressions
 from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, TooDeep, convert
 from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
@@ -208,7 +206,11 @@ class _Checker(Expressions):
         made = self.typed(s.value, old.elem, array, s.name, env)
         want = old.length
         if scope is not None and home is not scope and not home.within(scope):
-            made = self._leave(s.name, made, s, scope)
+            assert scope.block is not None
+            left = self._left(made, scope.block)
+            if left is None:
+                self.fail(s, f"{s.name!r} is declared outside the per scope: {LEAVES}")
+            made = left
         if want is not None and not isinstance(made, Scalar) and made.length is not want:
             self.fail(
                 s,
@@ -260,29 +262,30 @@ class _Checker(Expressions):
         scope = Env(outer=env, block=size.attr)
         self.statements(s.body, scope)
         for name, made in scope.names.items():
-            if isinstance(made, Scalar | Computed | Sliced | SlicedRow):
-                old = env.names.get(name)
-                if old is not None and not isinstance(old, PerBlock | InBlocks | InRows):
-                    self.fail(s, f"{name!r} is declared twice")
-                env.names[name] = self._leave(name, made, s, scope)
+            left = self._left(made, size.attr)
+            if left is None:
+                env.ended.add(name)
+                continue
+            old = env.names.get(name)
+            if old is not None and not isinstance(old, PerBlock | InBlocks | InRows):
+                self.fail(s, f"{name!r} is declared twice")
+            env.names[name] = left
 
-    def _leave(self, name: str, made: Binding, node: ast.Node, scope: Env) -> ArrayValue:
-        """Returns what a name of a per scope is outside of it: all blocks side by side."""
-        size = scope.block
-        assert size is not None
+    def _left(self, made: Binding, size: int) -> ArrayValue | None:
+        """Returns what a name of a per scope is outside of it: all blocks side by side.
+
+        None for what is known inside the scope alone.
+        """
         if isinstance(made, Scalar):
             return PerBlock(self.draft, made.value, size, made.elem)
-        assert not isinstance(made, Func | Struct | Unset)
+        if isinstance(made, Func | Struct | Unset):
+            return None
         g = self.graph
         if made.length is g.block("blen", size):
             return InBlocks(self.draft, made.at(g.block("lidx", size)), size, made.elem)
         most = self.draft.capacity(made)
         if most.op != "const" or most.attr <= 0:
-            self.fail(
-                node,
-                f"{name!r} leaves the per scope with {self.show(made.length)} in each block; only "
-                "arrays as long as the block, or with a fixed number of places, can",
-            )
+            return None
         index = g.ridx(size, most.attr)
         value = made.at(index)
         if made.length is not most:  # places that are not used are zero
