@@ -33,7 +33,8 @@ class Refused(Exception):
 class Size(int):
     """A length that is known by name.
 
-    `tag` is "n", ("blocks", size of a block) or ("rows", size of a block, elements of a row).
+    `tag` is "n", ("blocks", size of a block, tag of what is cut into blocks) or ("rows", the same
+    two, elements of a row).
     """
 
     tag: Any = None
@@ -43,6 +44,12 @@ def sized(value: int, tag: Any) -> Size:
     size = Size(value)
     size.tag = tag
     return size
+
+
+def tag_of(size: Any) -> Any:
+    """What a length is known by: its tag or, of one without a name, the number."""
+    tag = getattr(size, "tag", None)
+    return int(size) if tag is None and is_host(size) else tag
 
 
 @dataclass
@@ -96,6 +103,8 @@ class Block:
     """The block that a `per` scope is at."""
 
     size: int
+    of: Any
+    """The tag of what is cut into blocks."""
     number: int
     start: int
     length: int
@@ -470,7 +479,8 @@ class Machine:
             return
         elem = self.elem(s.type, env)
         if s.value is None:
-            env.names[s.name] = Unset(elem, s.type.array or s.size is not None, None)
+            size = None if s.size is None else self.value(s.size, env)
+            env.names[s.name] = Unset(elem, s.type.array or s.size is not None, size)
         else:
             env.names[s.name] = self.typed(self.value(s.value, env), elem)
 
@@ -494,27 +504,31 @@ class Machine:
         return like(value, [convert(v, elem) for v in value.values], elem)
 
     def _per(self, s: ast.Per, env: Env) -> None:
-        size = int(self.value(s.size, env))
+        size, n = int(self.value(s.size, env)), self.n
+        if s.over is not None:
+            n = self.value(s.over, env).size
+        of, num_blocks = tag_of(n), max(-(-n // size), 0)
         made: dict[str, list[Num | Arr]] = {}
-        for number in range(-(-self.n // size)):
+        for number in range(max(num_blocks, 1)):  # an empty one tells the types, if there is none
             start = number * size
-            scope = Env(outer=env, block=Block(size, number, start, min(size, self.n - start)))
+            block = Block(size, of, number, start, max(min(size, n - start), 0))
+            scope = Env(outer=env, block=block)
             self.run(s.body, scope)
             for name, value in (*scope.names.items(), *scope.assigned.items()):
                 if isinstance(value, Num | Arr):
                     made.setdefault(name, []).append(value)
         for name, values in made.items():
-            first = values[0]
+            first, values = values[0], values[:num_blocks]
             if isinstance(first, Num):
                 whole = vector([v.value for v in values], first.elem)
-                env.names[name] = Arr(whole, first.elem, sized(len(values), ("blocks", size)))
+                env.names[name] = Arr(whole, first.elem, sized(num_blocks, ("blocks", size, of)))
             else:
                 room = first.size if first.capacity is None else first.capacity
-                length: Any = self.n
+                length: Any = n
                 if is_host(room):  # a row: places that are not used are zero
                     values = [replace(v, values=padded(v.values, int(room))) for v in values]
-                    length = sized(len(values) * int(room), ("rows", size, int(room)))
-                whole = np.concatenate([v.values for v in values])
+                    length = sized(num_blocks * int(room), ("rows", size, of, int(room)))
+                whole = np.concatenate([first.values[:0], *(v.values for v in values)])
                 home = env.home(name) if env.defines(name) else env
                 home.names[name] = Arr(whole, first.elem, length)
 
@@ -577,16 +591,16 @@ class Machine:
             found = scope.assigned.get(name, found)
             block = scope.block
             assert block is not None
-            if isinstance(found, Arr) and getattr(found.size, "tag", None) == "n":
+            tag = tag_of(found.size) if isinstance(found, Arr) else None
+            if tag is not None and tag == block.of:
                 part = found.values[block.start : block.start + block.length]
                 return Arr(part, found.elem, np.int64(block.length), block_start=block.start)
-            if isinstance(found, Arr) and getattr(found.size, "tag", 0) == ("blocks", block.size):
-                return found.values[block.number]
-            tag = getattr(getattr(found, "size", None), "tag", None)
-            if isinstance(tag, tuple) and tag[:2] == ("rows", block.size):
-                start = block.number * tag[2]
-                part = found.values[start : start + tag[2]]
-                return Arr(part, found.elem, tag[2], block_start=start)
+            if tag == ("blocks", block.size, block.of):
+                return at(found, block.number)
+            if isinstance(tag, tuple) and tag[:3] == ("rows", block.size, block.of):
+                start = block.number * tag[3]
+                part = padded(found.values[start : start + tag[3]], tag[3])
+                return Arr(part, found.elem, tag[3], block_start=start)
         return found.value if isinstance(found, Num) else found
 
     def _member(self, node: ast.Member, env: Env) -> Any:
@@ -595,7 +609,8 @@ class Machine:
             return value[node.field].value
         scope = env.scope()
         if isinstance(value, Unset) and scope is not None and scope.block is not None:
-            return np.int64(scope.block.length)
+            if tag_of(value.size) == scope.block.of:
+                return np.int64(scope.block.length)
         return value.size
 
     @staticmethod
@@ -615,7 +630,7 @@ class Machine:
             return WHOLE[op](to_int(a), to_int(b))
         tag = getattr(a, "tag", None)
         if op == "*" and isinstance(tag, tuple) and tag[0] == "blocks" and is_host(b):
-            return sized(a * b, ("rows", tag[1], int(b)))
+            return sized(a * b, ("rows", *tag[1:], int(b)))
         return BINARY[op](*common(a, b))
 
     # Calls.
@@ -712,8 +727,7 @@ class Machine:
 
     def _blocks(self, node: ast.Call, env: Env) -> Size:
         n, size = (self.value(a, env) for a in node.args)
-        tag = ("blocks", int(size)) if getattr(n, "tag", None) == "n" else None
-        return sized(-(-n // size), tag)
+        return sized(-(-n // size), ("blocks", int(size), tag_of(n)))
 
     def _map(self, node: ast.Call, env: Env) -> Arr:
         arrays = [self.value(a, env) for a in node.args[:-1]]
@@ -810,11 +824,13 @@ class Machine:
     def _scatter(self, node: ast.Call, env: Env) -> Arr:
         index, values, size = (self.value(a, env) for a in node.args)
         result = np.zeros(int(size), values.values.dtype)
+        scope = env.scope()
+        if scope is not None and scope.block is not None and scope.block.length == 0:
+            return Arr(result, values.elem, size)  # there is no such block, see `_per`
         for i, v in zip(index.values, values.values, strict=True):
             if not 0 <= i < size:
                 raise Refused("an index in the payload is out of range")
             result[i] = convert(result[i] + v, values.elem)
-        scope = env.scope()
         start = scope.block.start if scope and scope.block and not is_host(size) else 0
         return Arr(result, values.elem, size, block_start=start)
 

@@ -28,7 +28,7 @@ from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, TooDeep, conv
 from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.front.signature import Param, ParamValue, Signature, signature
-from hipress.compll.ir import Array, Expr, Require
+from hipress.compll.ir import Array, Blocks, Expr, Require
 
 MAX_TURNS = 64
 """Most turns of a `repeat`: each is compiled."""
@@ -198,8 +198,8 @@ class _Checker(Expressions):
             if scope is not None and scope is not home and not home.within(scope):
                 self.fail(
                     s,
-                    f"{s.name!r} has one value for the whole gradient; "
-                    "declare a new name inside the per scope",
+                    f"{s.name!r} has one value for all blocks; declare a new name inside the per "
+                    "scope",
                 )
             home.names[s.name] = self.typed(s.value, old.elem, False, s.name, env)
             return
@@ -255,7 +255,8 @@ class _Checker(Expressions):
                 f"a block has {size.attr} elements; that must be a positive multiple of 8, so "
                 "that packed blocks start on a whole byte",
             )
-        scope = Env(outer=env, block=size.attr)
+        scope = Env(outer=env, block=Blocks(size.attr, self._cut(s, env)))
+        self.draft.scope = scope.block
         self.statements(s.body, scope)
         for name, made in scope.names.items():
             if isinstance(made, Scalar | Computed | Sliced | SlicedRow):
@@ -263,17 +264,33 @@ class _Checker(Expressions):
                 if old is not None and not isinstance(old, PerBlock | InBlocks | InRows):
                     self.fail(s, f"{name!r} is declared twice")
                 env.names[name] = self._leave(name, made, s, scope)
+        self.draft.scope = None
+
+    def _cut(self, s: ast.Per, env: Env) -> Expr:
+        """Returns the length of the array that a per scope cuts into blocks."""
+        if s.over is None:
+            return self.graph.n
+        array = self.value(s.over, env)
+        if isinstance(array, Scalar | Func | Struct):
+            self.fail(s.over, f"per cuts an array into blocks; this is {self.what(array)}")
+        if array.length is None or not array.length.host:
+            self.fail(
+                s.over,
+                "per cuts an array whose length is made of sizes and parameters; this one is "
+                "filtered or has no length yet; map range(capacity) to its elements first",
+            )
+        return array.length
 
     def _leave(self, name: str, made: Binding, node: ast.Node, scope: Env) -> ArrayValue:
         """Returns what a name of a per scope is outside of it: all blocks side by side."""
-        size = scope.block
-        assert size is not None
+        block = scope.block
+        assert block is not None
         if isinstance(made, Scalar):
-            return PerBlock(self.draft, made.value, size, made.elem)
+            return PerBlock(self.draft, made.value, block, made.elem)
         assert not isinstance(made, Func | Struct | Unset)
         g = self.graph
-        if made.length is g.block("blen", size):
-            return InBlocks(self.draft, made.at(g.block("lidx", size)), size, made.elem)
+        if made.length is g.block("blen", block):
+            return InBlocks(self.draft, made.at(g.block("lidx", block)), block, made.elem)
         most = self.draft.capacity(made)
         if most.op != "const" or most.attr <= 0:
             self.fail(
@@ -281,12 +298,12 @@ class _Checker(Expressions):
                 f"{name!r} leaves the per scope with {self.show(made.length)} in each block; only "
                 "arrays as long as the block, or with a fixed number of places, can",
             )
-        index = g.ridx(size, most.attr)
+        index = g.ridx(block, most.attr)
         value = made.at(index)
         if made.length is not most:  # places that are not used are zero
             in_use = g.binary("lt", index, made.length)
             value = g.select(in_use, value, convert(g, g.const(0), made.elem))
-        return InRows(self.draft, value, size, made.elem, most.attr)
+        return InRows(self.draft, value, block, made.elem, most.attr)
 
     def _part(self, node: ast.Expr, env: Env) -> Part:
         value = self.value(node, env)

@@ -178,7 +178,7 @@ def _folding(
     }
     kind = kinds.get(combine, "fold")
     block, row = (None, None) if over is None else (over.block, over.row)
-    length = g.n if block is not None else array.length
+    length = array.length if block is None else block.length
     own = {"combine": combine, "carry": carry, "item": item} if kind == "fold" else {}
     fold = Fold(kind, body.type, init, body, length, block, row=row, **own)  # type: ignore[arg-type]
     return fold, elem

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hipress.compll.front import ast
 from hipress.compll.front.arrays import ArrayValue
 from hipress.compll.front.graph import ElemType
-from hipress.compll.ir import Expr
+from hipress.compll.ir import Blocks, Expr
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Env:
 
     names: dict[str, Binding] = field(default_factory=dict)
     outer: Env | None = None
-    block: int | None = None
-    """The block size, inside a `per` scope."""
+    block: Blocks | None = None
+    """The blocks of a `per` scope."""
 
     def scopes(self) -> Iterator[Env]:
         """Yields this scope and those around it, from the inside out."""
