@@ -78,6 +78,31 @@ BODIES = {
                 return code[i / 3] + odd[i] + few[i] + s;
             });
         }""",
+    "rows of an outer array": """
+        per (16) { float* r = map(range(5), [&](int i) -> float { return g[2 * i]; }); }
+        float* kept = store(r);
+        per (16) {
+            float top = reduce(kept, -9.0, max);
+            int count = reduce(map(kept, [&](float x) -> int { return 3; }), 2,
+                               [&](int x, int y) -> int { return x + y; });
+            float* alike = map(range(3), [&](int i) -> float { return top; });
+            float* twice = map(kept, [&](float x) -> float { return x + x; });
+            float* drawn = map(kept, [&](float x) -> float { return random<int>(0, 8); });
+        }
+        a = map(range(g.size), [&](int i) -> float {
+            return count[i / 16] + alike[i] + twice[i] + drawn[i] + top[i / 16];
+        });""",
+    "the first few": """
+        per (16) {
+            float* low = first(sort(g), 3);
+            float* up = first(filter(g, [&](float x) -> uint1 { return x > 0.0; }), 4);
+            float* all = first(g, 99);
+            float* none = first(g, -5);
+            int k = none.size + reduce(none, 7.0, max);
+        }
+        a = map(range(g.size), [&](int i) -> float {
+            return low[i] + 64 * up[i] + 4096 * all[i] + k[i / 16];
+        });""",
     "stored and repeated": """
         per (16) {
             float* x = map(range(16), [&](int i) -> float { return i < g.size ? g[i] : 0.0; });
@@ -89,6 +114,17 @@ BODIES = {
             }
             x = store(x);
             a = map(range(g.size), [&](int i) -> float { return x[i]; });
+        }""",
+    "partners of partners": """
+        per (16) {
+            float* x = store(map(range(16), [&](int i) -> float { return g[i]; }));
+            float* y = store(map(range(16), [&](int i) -> float {
+                return x[i ^ 8] + 2 * x[(i ^ 8) ^ 4];
+            }));
+            float* z = store(map(range(16), [&](int i) -> float {
+                return y[i ^ 2] + 2 * y[(i & 7) ^ 2] + 4 * y[i];
+            }));
+            a = map(range(g.size), [&](int i) -> float { return z[i]; });
         }""",
     "bisection": """
         per (32) {
@@ -168,5 +204,24 @@ void XDecode(uint8* c, float* g) {{
             return k + 8 * most + some[i] + few[i] + alone + code[i + 1];
         }});
     }}
+}}
+"""
+
+
+def of_a_filter(bits: int) -> str:
+    """A program that sends codes that are made of a filtered array and of its size."""
+    return f"""
+void XEncode(float* g, uint8* c) {{
+    float* f = filter(g, [&](float x) -> uint1 {{ return x > 0.5; }}, 20);
+    int count = f.size;
+    uint<{bits}>* code = map(f, [&](float x) -> uint<{bits}> {{ return 2 * x + count; }});
+    uint<{bits}>* more = map(code, [&](uint<{bits}> k) -> uint<{bits}> {{ return k + 1; }});
+    uint<{bits}>* two = first(more, 2);
+    c = concat(count, code, two);
+}}
+void XDecode(uint8* c, float* g) {{
+    int count; uint<{bits}>* code; uint<{bits}>* two;
+    extract(c, count, code, two);
+    g = map(range(g.size), [&](int i) -> float {{ return code[i] + 8 * two[i] + count; }});
 }}
 """

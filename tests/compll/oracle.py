@@ -787,7 +787,7 @@ class Machine:
         array, count = self.value(node.args[0], env), int(self.value(node.args[1], env))
         scope = env.scope()
         assert scope is not None and scope.block is not None
-        order = sorted(range(len(array.values)), key=lambda i: (-array.values[i], i))[:count]
+        order = sorted(range(len(array.values)), key=lambda i: (-array.values[i].item(), i))[:count]
         room = array.capacity if array.capacity is not None else array.size
         room = room if is_host(room) else scope.block.size
         size, room = np.int64(len(order)), min(count, int(room))
@@ -840,6 +840,7 @@ class Machine:
         if scope is not None and scope.block is not None:
             room = array.size if array.capacity is None else array.capacity
             room = room if is_host(room) else scope.block.size
+            room = min(room, max(count, 1)) if is_host(count) else room
             kept = array.values[: max(int(count), 0)]
             return self._in_row(
                 Arr(kept, array.elem, np.int64(len(kept)), None, int(room)), scope.block

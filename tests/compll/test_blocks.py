@@ -11,7 +11,7 @@ from hipress.compll.backends import threads
 from hipress.compll.build import read_program
 from hipress.compll.passes.derive import Variant
 from tests.compll import oracle
-from tests.compll.block_programs import BODIES, packed, program
+from tests.compll.block_programs import BODIES, of_a_filter, packed, program
 from tests.compll.harness import bound, decode, encode, run, run_oracle
 from tests.compll.length_programs import LENGTHS, OTHERS, RANDOM_K, other
 from tests.grid import thinned
@@ -28,7 +28,12 @@ def eighths(n: int, seed: int = 0) -> np.ndarray:
 
 
 CELLS = [(what, backend) for what in BODIES for backend in ("reference", "cpu")]
-COMPILED = ("the largest, put back", "filtered with little room", "stored and repeated")
+COMPILED = (
+    "the largest, put back",
+    "filtered with little room",
+    "stored and repeated",
+    "partners of partners",
+)
 
 
 def is_quick(cell: tuple[str, str]) -> bool:
@@ -57,6 +62,20 @@ def test_other_widths(bits: int, backend: str) -> None:
     text = packed(bits)
     made = bound(text)
     for n in (1, 2, 7, 16, 67):
+        x = eighths(n, seed=n)
+        found, right = run(made, backend, x), run_oracle(text, {}, x)
+        assert found.body.tobytes() == right.body.tobytes(), n
+        np.testing.assert_array_equal(found.decoded, right.decoded)
+
+
+@pytest.mark.parametrize(
+    ("bits", "backend"), thinned(WIDTHS, keep=lambda cell: cell[1] == "reference" or cell[0] == 12)
+)
+def test_other_widths_of_a_filtered_array(bits: int, backend: str) -> None:
+    """Catches: bytes of other calls behind the codes, where the filter took fewer than it may."""
+    text = of_a_filter(bits)
+    made = bound(text)
+    for n in (7, 67):
         x = eighths(n, seed=n)
         found, right = run(made, backend, x), run_oracle(text, {}, x)
         assert found.body.tobytes() == right.body.tobytes(), n
@@ -240,3 +259,27 @@ def test_the_largest_of_blocks_that_are_not_alike() -> None:
     made = bound(ANY_BLOCKS)
     found, right = (encode(made, backend, x)[1] for backend in ("cpu", "reference"))
     assert found.tobytes() == right.tobytes()
+
+
+SMALLEST_INT = """
+void XEncode(float* g, uint8* c) {
+    int* code = map(g, [&](float x) -> int { return x > 0.0 ? 1 << 62 : (1 << 62) * (0 - 2); });
+    per (16) { uint8* at = largest(code, 5); }
+    c = concat(at);
+}
+void XDecode(uint8* c, float* g) {
+    uint8* at;
+    extract(c, at);
+    g = map(range(g.size), [&](int i) -> float { return at[i]; });
+}
+"""
+
+
+@both
+def test_the_smallest_int_is_not_among_the_largest(backend: str) -> None:
+    """Catches: a key that is negated, which leaves the smallest int as it is."""
+    x = eighths(67)
+    found, right = run(bound(SMALLEST_INT), backend, x), run_oracle(SMALLEST_INT, {}, x)
+    assert found.body.tobytes() == right.body.tobytes()
+    wanted = [places[-1] for places in np.split(right.body[:25], 5)]
+    assert max(wanted) > 4, "the first five places are not the largest everywhere"

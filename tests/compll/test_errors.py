@@ -381,6 +381,24 @@ WRONG: dict[str, tuple[str, str]] = {
         ).replace("per", "int n = g.size; per", 1),
         "the size of a scatter in a per scope is that of the block, or fixed",
     ),
+    "too many places in each block": (
+        encoder(
+            "per (8) { float s = reduce(@store(map(range(131073), [&](int i) -> float {"
+            " return g[i]; })), 0.0, max); }"
+        ),
+        "an array has 131073 places in each block of 8 elements; at most 131072 are allowed",
+    ),
+    "a scatter of too many places in each block": (
+        encoder("per (8) { float* v = @scatter(range(g.size), g, 131073); }"),
+        "an array has 131073 places in each block of 8 elements; at most 131072 are allowed",
+    ),
+    "an array of too many places that leaves a per scope": (
+        "@"
+        + encoder(
+            "per (8) { float* v = map(range(131073), [&](int i) -> float { return g[i]; }); }"
+        ),
+        "an array has 131073 places in each block of 8 elements; at most 131072 are allowed",
+    ),
     "too many turns": (
         encoder("repeat (i, @65) { float x = i; }"),
         "the number of turns is made of integer parameters and literals, from 0 to 64",

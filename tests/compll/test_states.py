@@ -15,6 +15,7 @@ from hipress.compll.tools import emit
 from hipress.errors import ProgramError, UsageError
 from tests.compll.harness import bound, encode, run_oracle
 from tests.compll.state_programs import DECODE, STATES, shapes
+from tests.grid import thinned
 
 F32 = np.float32
 RAW = {"f32": F32, "f16": np.uint16, "bf16": np.uint16, "u8": np.uint8, "i64": np.int64}
@@ -81,6 +82,73 @@ def test_no_number_is_made_of_a_nan(bad: float, backend: str) -> None:
     np.testing.assert_array_equal(after[0], before[0])
     np.testing.assert_array_equal(after[2], before[2])
     assert np.isfinite(after[1]).all()
+
+
+ELEMENT, BLOCK, ALL = slice(18, 19), slice(16, 32), slice(0, 40)
+HIDDEN = {
+    "bits": ("code = map(g, [&](float x) -> uint8 { return bits(x) >> 19 & 255; });", ELEMENT),
+    "a comparison": ("code = map(g, [&](float x) -> uint8 { return x > 5.0 ? 3 : 5; });", ELEMENT),
+    "a maximum": ("code = map(g, [&](float x) -> uint8 { return max(x, 3.0); });", ELEMENT),
+    "store": ("code = store(map(g, [&](float x) -> uint8 { return 8 * x; }));", ALL),
+    "store in blocks": (
+        """per (16) {
+            int* k = store(map(g, [&](float x) -> int { return 8 * x; }));
+            code = map(range(g.size), [&](int i) -> uint8 { return k[i ^ 1]; });
+        }""",
+        BLOCK,
+    ),
+    "reductions of blocks": (
+        """per (16) {
+            int top = reduce(map(g, [&](float x) -> int { return 8 * x; }), 0, max);
+            float size = reduce(map(g, abs), 0.0, max);
+            code = map(range(g.size), [&](int i) -> uint8 { return top + i + (size > 1.0); });
+        }""",
+        BLOCK,
+    ),
+    "a table": (
+        """int* bin = map(g, [&](float x) -> int { return max(0, min(7, floor(x))); });
+        int* now = scatter(bin, map(g, [&](float x) -> int { return 1; }), 8);
+        code = map(range(g.size), [&](int i) -> uint8 { return now[i / 4]; });""",
+        ALL,
+    ),
+    "what a filter took": (
+        """int* at = filter(range(g.size), [&](int i) -> uint1 { return g[i] > 4.0; }, 20);
+        float* sent = scatter(at, gather(g, at), g.size);
+        code = map(sent, [&](float y) -> uint8 { return y == 0.0 ? 5 : 6; });""",
+        ALL,
+    ),
+    "a count": (
+        """int taken = filter(g, [&](float x) -> uint1 { return x > 2.0; }).size;
+        code = map(code, [&](uint8 c) -> uint8 { return c + taken; });""",
+        ALL,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "backend"),
+    thinned(
+        [(what, backend) for what in HIDDEN for backend in ("reference", "cpu")],
+        keep=lambda cell: cell[1] == "reference" or cell[0] in ("bits", "reductions of blocks"),
+    ),
+)
+def test_no_number_hides_a_nan(what: str, backend: str) -> None:
+    """Catches: a code that no cast of a NaN made, but something that a NaN went into."""
+    body, kept = HIDDEN[what]
+    text = f"void XEncode(float* g, inout uint8* code, uint8* c) {{ {body} c = concat(g); }}"
+    made = bound(text + DECODE)
+    x = np.arange(40, dtype=F32) / 8
+    _, _, held = encode(made, backend, x, [np.full(40, 2, np.uint8)])
+    later = x + F32(4.5)
+    _, _, want = encode(made, backend, later, held)
+    for bad in (np.nan, np.inf, -np.inf):
+        later[18] = bad
+        flag, _, after = encode(made, backend, later, held)
+        expected = want[0].copy()
+        expected[kept] = held[0][kept]
+        assert flag
+        np.testing.assert_array_equal(after[0], expected)
+    assert not np.array_equal(want[0][kept], held[0][kept])
 
 
 def codec(what: str, backend: str | None = None) -> ProgramCodec:

@@ -875,7 +875,12 @@ def test_a_program_means_the_same(what: str) -> None:
         assert torch.equal(own(OWN[what], "gpu").encode(x.to(DEVICE), {}).cpu(), want)
 
 
-QUICK_BLOCKS = ("the largest, put back", "filtered with little room", "stored and repeated")
+QUICK_BLOCKS = (
+    "the largest, put back",
+    "filtered with little room",
+    "stored and repeated",
+    "rows of an outer array",
+)
 
 
 @pytest.mark.parametrize("what", thinned(BODIES, keep=QUICK_BLOCKS))

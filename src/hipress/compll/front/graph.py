@@ -60,8 +60,12 @@ MAX_HOST_DEPTH = 50
 MAX_HOST_WEIGHT = 1000
 
 
+MAX_ROOM = 131_072
+"""Most places of a row, as many as a block may have on a GPU."""
+
+
 class TooDeep(Exception):
-    """A value is made of too many operations."""
+    """A value is made of too many operations, or a block has an array of too many places."""
 
 
 _RUN_TIME = frozenset(
@@ -147,6 +151,13 @@ class Graph:
         return self.binary("idiv", up, self.const(block.size))
 
     def ridx(self, block: Blocks, count: int) -> Expr:
+        """Returns the index in a row of `count` places, of which each block has one."""
+        if count > max(block.size, MAX_ROOM):
+            raise TooDeep(
+                f"an array has {count} places in each block of {block.size} elements; at most "
+                f"{MAX_ROOM} are allowed, or as many as the block has elements; make the array "
+                "shorter, or outside the per scope"
+            )
         bounds = (0, max(count - 1, 0))
         return self.make("ridx", type="int", attr=(block, count), bounds=bounds, variance=2)
 

@@ -21,15 +21,12 @@ from hipress.compll.front.arrays import (
     Spread,
     Stored,
 )
-from hipress.compll.front.graph import INT, ElemType, convert
+from hipress.compll.front.graph import INT, MAX_ROOM, ElemType, convert
 from hipress.compll.front.scope import Binding, Env
 from hipress.compll.ir import Blocks, Expr, Local, Row
 
 if TYPE_CHECKING:
     from hipress.compll.front.expressions import Expressions
-
-MAX_ROOM = 131_072
-"""Most places of a row, as many as a block may have on a GPU."""
 
 
 class Domain:
@@ -163,6 +160,7 @@ def scattered(
     if size.op not in ("const", "blen"):
         checker.fail(node, "the size of a scatter in a per scope is that of the block, or fixed")
     room = size.hi
+    g.ridx(over.block, room)  # refuses a size beyond that of a row
     added = value.at(over.ix)
     local = over.local("scatter", added, room, index=index.at(over.ix), size=size)
     return Computed(size, value.elem, lambda ix: convert(g, g.local(local, ix), value.elem))

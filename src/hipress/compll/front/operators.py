@@ -315,18 +315,21 @@ def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     g = checker.graph
     over = inblock.domain(checker, env, array)
     if over is not None:
+        given = count.attr if count.op == "const" else over.room
         count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
-        checker.draft.limits[count] = g.const(over.room)
+        checker.draft.limits[count] = g.const(max(1, min(over.room, given)))
         return Computed(count, array.elem, array.at)
     low = g.binary("le", g.const(0), count)
     high = g.binary("le", count, array.length)
     checker.draft.requires.append(
         Require(g.logic("land", low, high), "a count is larger than the room it was given")
     )
+    most = checker.draft.limits.get(array.length, array.length)
+    most = g.binary("min", g.binary("max", count, g.const(0)), most) if count.host else most
     if not checker.draft.enforces:  # the count is not checked: it must not run past the array
         count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
     if not count.host:
-        checker.draft.limits[count] = checker.draft.limits.get(array.length, array.length)
+        checker.draft.limits[count] = most
     # The element's own domain ends at `count`; the load is clamped to the array all the same.
     distinct = isinstance(array, Computed | Stored) and array.distinct
     if isinstance(array, Stored) and array.array in checker.draft.ascending and not count.host:

@@ -300,7 +300,7 @@ def _section(draft: Draft, k: int, part: Part) -> ir.Section:
     length = draft.capacity(value)
     if part.elem.in_bytes:
         array = Array(name, "u8", _num_bytes(g, length, part.elem.bits))
-        sent = byte_of(g, draft.stored(value), length, part.elem.bits, g.idx(array.length))
+        sent = byte_of(g, draft.stored(value), value.length, part.elem.bits, g.idx(array.length))
         draft.writes.append(Write(array, sent, array.length, True))
         return ir.Section(array, False)
     array = Array(name, storage, length)

@@ -45,7 +45,7 @@ def new_states(
     return made
 
 
-def write_state(draft: Draft, w: Write, finals: Sequence[Write], flag: Fold | None) -> None:
+def write_state(draft: Draft, w: Write, finals: Sequence[Write], flag: Fold) -> None:
     """Adds the write of a state; the value is stored first if it reads what is written by then.
 
     `finals` are the writes of the program's states, `flag` tells whether all is finite.
@@ -55,7 +55,7 @@ def write_state(draft: Draft, w: Write, finals: Sequence[Write], flag: Fold | No
     old = g.load(w.array, own)
     if w.value in (old, g.load(w.array, g.const(0)) if w.length is g.const(1) else old):
         return
-    value = kept_if_finite(g, w.value, old, flag)
+    value = g.select(_is_written(draft, w.value, flag), w.value, old)
     elsewhere = {x.array for x in finals if x.length is not w.length}
     reads = [e for e in walk(ir.with_blocks([value])) if e.is_load and e.attr.is_state]
     # The pass over the gradient comes first, so that it may read what the others write.
@@ -87,19 +87,45 @@ def flag_of(g: Graph, value: Expr, states: Sequence[Write]) -> Fold:
     return Fold("or", "bool", g.const(False), bad, g.n, None)
 
 
-def kept_if_finite(g: Graph, new: Expr, old: Expr, flag: Fold | None = None) -> Expr:
-    """Returns `new` where it is finite, else `old`: no NaN or infinity ever enters a state.
+def kept_if_finite(g: Graph, new: Expr, old: Expr) -> Expr:
+    """Returns `new` where it is finite, else `old`: no NaN or infinity ever enters a state."""
+    return g.select(_is_finite(g, new), new, old)
 
-    An int is finite where the floats that it is made of are. If a reduction over the whole gradient
-    is part of the value, one such number makes all elements keep what they had.
-    """
+
+def _is_finite(g: Graph, new: Expr) -> Expr:
+    """Returns whether a float is finite; of an int, whether the floats converted to it are."""
     made_of = [new]
     if new.type != "float":
         casts = [e for e in walk([new]) if e.op in ("int", "uint") and not e.host]
         made_of = [e.args[0] for e in casts if e.args[0].type == "float"]
-    kept = g.const(True)
+    finite = g.const(True)
     for value in made_of:
-        kept = g.logic("land", kept, g.unary("finite", value))
-    if flag is not None and any(e.op == "fold" and e.attr.block is None for e in walk([new])):
-        kept = g.logic("land", kept, g.unary("not", g.fold(flag)))
-    return g.select(kept, new, old)
+        finite = g.logic("land", finite, g.unary("finite", value))
+    return finite
+
+
+def _is_written(draft: Draft, new: Expr, flag: Fold) -> Expr:
+    """Returns whether a state takes a new value: it is finite, and no int hides a NaN.
+
+    A float that a reduction over the gradient is part of is taken if all of the gradient is finite.
+    What a comparison, `bits` or a reduction makes of a NaN is an int like any other, so an int is
+    taken if all is finite that it is made of: the element, the block or the gradient.
+    """
+    g, is_int = draft.graph, new.type != "float"
+    values = list(walk(ir.with_blocks([new]) if is_int else [new]))
+    late = [e for e in values if e.op == "fold" and e.attr.block is None]
+    loads = [e for e in values if is_int and e.is_load and not e.attr.is_state]
+    late += [e for e in loads if e.attr.name.startswith("temp") or not ir.is_own(e)]
+    late += [e for e in values if is_int and e.op in ("pick", "count", "taken")]
+    blocks = {e.attr.block for e in values if is_int and e.op in ("fold", "local")}
+    bad = g.const(False)
+    if late:
+        bad = g.fold(flag)
+    elif blocks:
+        [block] = blocks
+        some = Fold("max", "int", g.const(0), g.to_int(flag.body), g.n, block)
+        key = (some.kind, some.type, some.init, some.body, some.length, block, None, None)
+        bad = g.to_bool(g.fold(draft.folds.setdefault(key, some)))
+    elif loads:
+        bad = flag.body
+    return g.logic("land", _is_finite(g, new), g.unary("not", bad))

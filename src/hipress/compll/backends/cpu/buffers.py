@@ -56,8 +56,11 @@ def pair_step(x: ir.Local) -> int:
     if x.kind != "keep" or x.row is None:
         return 0
     at = {e.args[0] for e in walk([x.body]) if e.op == "local"}
-    steps = {e.args[1].attr for e in at if e.op == "xor" and is_own(e.args[0], e.args[1])}
-    if len(steps) != 1 or not all(e.op in ("xor", "ridx") for e in at):
+    partners = [e for e in at if e.op != "ridx"]
+    if not all(e.op == "xor" and is_own(*e.args) for e in partners):
+        return 0
+    steps = {e.args[1].attr for e in partners}
+    if len(steps) != 1:
         return 0
     [step] = steps
     return step if step > 0 and step & (step - 1) == 0 and x.row.count % (2 * step) == 0 else 0

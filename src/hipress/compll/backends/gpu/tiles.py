@@ -103,9 +103,6 @@ class Tile:
         self.span = self.rows * self.block
         """Elements from one tile to the next."""
         self.own = Columns(self.block, self.cols)
-        self.row_columns = {
-            count: Columns(count, _power_above(count), f"_r{count}") for count in _rows(everything)
-        }
         self.locals: dict[ir.Local, str] = {}
         self.masked = self.block != self.cols
         """Whether even a full tile has columns that are not there."""
@@ -114,6 +111,10 @@ class Tile:
             owned = [e for e in walk(everything) if e.op == "load" and e.args[0].op == "idx"]
             inner = [e for e in owned if e.args[0].attr is not length]
             self.row_arrays |= {e.attr: ir.row_count(e.args[0].attr) for e in inner}
+        counts = {*_rows(everything), *self.row_arrays.values()}
+        self.row_columns = {
+            count: Columns(count, _power_above(count), f"_r{count}") for count in sorted(counts)
+        }
         self.units = {
             a: 32 if self._each(a) * ir.STORAGE_BITS[a.storage] % 32 == 0 else 8
             for a in (*loads(everything), *(s.array for s in stores))
@@ -442,18 +443,17 @@ class Tile:
         return self.printer.tiles_text(self.length, self.span)
 
 
-def _rows(exprs: Iterable[Expr]) -> list[int]:
-    """Returns the sizes of the rows that a pass over blocks works on."""
-    counts: dict[int, None] = {}
+def _rows(exprs: Iterable[Expr]) -> set[int]:
+    """Returns the sizes of the rows that a pass over blocks computes."""
+    counts: set[int] = set()
     for e in walk(exprs):
         if e.op == "ridx":
-            counts[e.attr[1]] = None
-        elif e.op == "local":
-            x = e.attr
-            rooms = [x.room] if x.kind in ("filter", "sort", "largest", "scatter") else []
-            rooms += [x.row.count] if x.row is not None else []
-            counts |= dict.fromkeys(rooms)
-    return sorted(counts)
+            counts.add(e.attr[1])
+        elif e.op in ("fold", "local") and e.attr.row is not None:
+            counts.add(e.attr.row.count)
+        if e.op == "local" and e.attr.kind in ("filter", "sort", "largest", "scatter"):
+            counts.add(e.attr.room)
+    return counts
 
 
 def _power_above(number: int) -> int:

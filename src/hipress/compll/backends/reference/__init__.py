@@ -187,7 +187,9 @@ class _KernelPrinter(Printer):
             self.out(f"{names[-1]} = _whole({text}, {length}).copy()")
         for s, name in zip(stores, names, strict=True):
             self._alloc(s.array)
-            self.out(f"_save({s.array.name}, {s.array.storage!r}, {name})")
+            # Memory of a filtered array may have more room.
+            part = f"[: len({name})]" if s.array in self.kernel.temps else ""
+            self.out(f"_save({s.array.name}{part}, {s.array.storage!r}, {name})")
 
     def _fold(self, f: Fold, length: str, body: str = "") -> None:
         init = self.value(f.init)

@@ -75,7 +75,8 @@ def _padded(places: Any, room: Any) -> Any:
 
 def _largest(keys: Any, count: Any) -> Any:
     """The places of the largest keys, in ascending order; of equal ones the first."""
-    return np.sort(np.argsort(-keys, kind="stable")[:count])
+    falling = -keys if keys.dtype == f32 else ~keys  # the smallest int is its own negative
+    return np.sort(np.argsort(falling, kind="stable")[:count])
 
 
 def _idiv(a: Any, b: Any) -> Any:
