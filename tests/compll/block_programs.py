@@ -167,6 +167,74 @@ BODIES = {
         per (16) {
             a = map(g, range(g.size), [&](float x, int i) -> float { return x + r[i]; });
         }""",
+    "a fixed filter, read by the block": """
+        float* t = map(range(6), [&](int i) -> float { return g[i]; });
+        per (16) {
+            int* odd = filter(range(8), [&](int i) -> uint1 { return i % 2; });
+            float* v = gather(g, odd);
+            float first = g[0];
+            float* w = map(filter(t, [&](float x) -> uint1 { return x > 0.0; }, 5),
+                           [&](float x) -> float { return x + first; });
+            float m = reduce(v, 0.0, max);
+            a = map(range(g.size), [&](int i) -> float { return v[i] + w[i] + m + w.size; });
+        }
+        a = map(a, range(a.size), [&](float x, int i) -> float { return x + odd[i] + v[i]; });""",
+    "an outer filter, read by the block": """
+        int* t = filter(range(g.size), [&](int i) -> uint1 { return g[i] > 0.0; }, 6);
+        int* all = filter(range(g.size), [&](int i) -> uint1 { return g[i] > 0.5; });
+        per (16) {
+            float first = g[0];
+            float* v = gather(g, t);
+            float* w = map(t, [&](int i) -> float { return i + first; });
+            float* u = gather(g, all);
+            float m = reduce(w, 0.0, max);
+            a = map(range(g.size), [&](int i) -> float { return v[i] + w[i] + m + u[i]; });
+        }""",
+    "fixed arrays, folded from a block's number": f"""
+        per (16) {{
+            float start = g[0];
+            float* t = map(range(5), [&](int i) -> float {{ return i; }});
+            float m = reduce(t, start, {ADD});
+            float* s = scan(t, start, {ADD});
+            a = map(range(g.size), [&](int i) -> float {{ return m + s[i]; }});
+        }}""",
+    "fixed values, added to a block": """
+        per (16) {
+            float* t = map(range(3), [&](int i) -> float { return i + 1; });
+            a = scatter(map(range(3), [&](int i) -> int { return i / 8; }), t, g.size);
+        }""",
+    "the first of a fixed array": f"""
+        float* t = map(range(6), [&](int i) -> float {{ return g[i]; }});
+        per (16) {{
+            int k = reduce(map(g, [&](float x) -> int {{ return x > 1.0; }}), 0, {SUM});
+            float* f = first(t, k);
+            float m = reduce(f, -9.0, max) + first(t, 9).size;
+            a = map(range(g.size), [&](int i) -> float {{ return f[i] + m; }});
+        }}""",
+    "the largest of a fixed array": """
+        per (16) { int* at = largest(map(range(8), [&](int i) -> int { return i % 3; }), 3); }
+        a = map(range(g.size), [&](int i) -> float { return at[i]; });""",
+    "fixed arrays that leave": f"""
+        float* t = store(map(range(6), [&](int i) -> float {{ return g[i]; }}));
+        int* some = filter(range(g.size), [&](int i) -> uint1 {{ return g[i] > 0.0; }}, 6);
+        per (16) {{
+            float* same = t;
+            float* ordered = sort(t);
+            int* kept = store(range(8));
+            int* sums = scan(range(6), 1, {SUM});
+            float* spread = scatter(range(3), first(t, 3), 4);
+            int* taken = some;
+        }}
+        a = map(range(g.size), [&](int i) -> float {{
+            return same[i] + ordered[i] + kept[i] + sums[i] + spread[i] + taken[i];
+        }});""",
+    "elements of empty arrays": """
+        float* t = map(range(g.size / 8), [&](int i) -> float { return i + 1; });
+        float* none = filter(g, [&](float x) -> uint1 { return x > 1000.0; });
+        float* u = map(none, [&](float x) -> float { return x + none.size + 1; });
+        per (16) {
+            a = map(range(g.size), [&](int i) -> float { return t[i] + u[i] + none[i] + g[i]; });
+        }""",
     "bits of floats": """
         a = map(g, [&](float x) -> float {
             return from_bits(bits(x) & 4294901760) + (bits(x) >> 23 & 255) + from_bits(1 << 30);

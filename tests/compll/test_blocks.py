@@ -159,6 +159,72 @@ def test_a_state_that_is_read_elsewhere_in_its_block(backend: str) -> None:
         np.testing.assert_array_equal(found.states[0], right.states[0])
 
 
+SENT = "void XDecode(uint8* c, float* g) { float a[g.size]; extract(c, a); g = a; }"
+WHOLE = {
+    "a function that reads the block": f"""void XEncode(float* g, uint8* c) {{
+    per (16) {{
+        int m = g[0];
+        float* s = scan(map(range(5), abs), 1.0, [&](float x, float y) -> float {{
+            return x * m + y;
+        }});
+        int r = reduce(range(5), 1, [&](int x, int y) -> int {{ return x + y + m; }});
+        float* a = map(range(g.size), [&](int i) -> float {{ return s[i] + r; }});
+    }}
+    c = concat(a);
+}}
+{SENT}""",
+    "counts of blocks in decode": """void XEncode(float* g, uint8* c) {
+    float* t = map(range(6), [&](int i) -> float { return g[i]; });
+    per (16) { uint8 k = 10 * g[0]; }
+    c = concat(k, t);
+}
+void XDecode(uint8* c, float* g) {
+    uint8* k; float* t;
+    extract(c, k, t);
+    per (16) {
+        float* f = first(t, k);
+        float m = reduce(f, 0.0, max) + reduce(first(t, 9), 0.0, max);
+        g = map(range(g.size), [&](int i) -> float { return f[i] + m + f.size; });
+    }
+}""",
+    "a filtered part, read by the block": """void XEncode(float* g, uint8* c) {
+    int* at = filter(range(g.size), [&](int i) -> uint1 { return g[i] > 0.5; }, 9);
+    c = concat(at.size, at, map(g, abs));
+}
+void XDecode(uint8* c, float* g) {
+    int k; int* at; float* a;
+    extract(c, k, at, a);
+    int* some = first(at, k);
+    per (16) {
+        float* v = gather(a, some);
+        float m = reduce(v, 0.0, max);
+        g = map(range(g.size), [&](int i) -> float { return v[i] + m; });
+    }
+}""",
+}
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize(
+    ("what", "backend"),
+    thinned(
+        [(what, backend) for what in WHOLE for backend in ("reference", "cpu")],
+        keep=lambda cell: cell[1] == "reference" or cell[0].startswith("counts"),
+    ),
+)
+def test_programs_as_the_oracle(what: str, backend: str, feedback: bool) -> None:
+    text, variant = WHOLE[what], Variant(feedback=feedback)
+    made = bound(text)
+    for n in SIZES:
+        x, states = eighths(n, seed=n), [eighths(n, seed=n + 1)] * feedback
+        found = run(made, backend, x, states, variant=variant)
+        right = run_oracle(text, {}, x, states, variant=variant)
+        assert found.body.tobytes() == right.body.tobytes(), n
+        np.testing.assert_array_equal(found.decoded, right.decoded)
+        for a, b in zip(found.states, right.states, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def top_k(x: np.ndarray, block: int, k: int) -> np.ndarray:
     """Each block without all but its k largest magnitudes, of equal ones the first."""
     kept = np.zeros_like(x)

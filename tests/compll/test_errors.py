@@ -356,13 +356,48 @@ WRONG: dict[str, tuple[str, str]] = {
         "sample works on whole arrays; it cannot stand in a per scope",
     ),
     "another length out of a per scope": (
-        encoder("int k = g.size / 2;", "@per (8) { float* v = map(range(k), abs); }"),
-        "'v' leaves the per scope with another number of elements in each block; only arrays as "
-        "long as the block, or with a fixed number of places, can",
+        encoder(
+            "int k = g.size / 2;",
+            "per (8) { float* v = map(range(k), abs); }",
+            "c = concat(map(g, [&](float x) -> float { return @v[0]; }));",
+        ),
+        "'v' is known inside its per scope alone: only numbers, and arrays as long as the block or "
+        "with a fixed number of places, leave it",
     ),
+    "a lambda out of a per scope": (
+        encoder(
+            f"per (8) {{ lambda_func f = {ID} float* v = map(g, f); }}", "c = concat(map(g, @f));"
+        ),
+        "'f' is known inside its per scope alone: only numbers, and arrays as long as the block",
+    ),
+    "another length for an outer array": (
+        encoder("float* v;", "int k = g.size / 2;", "per (8) { @v = map(range(k), abs); }"),
+        "'v' is declared outside the per scope: only numbers, and arrays as long as the block or "
+        "with a fixed number of places, leave it",
+    ),
+    **{
+        f"{what} of a block's values over another length": (
+            encoder(
+                "float* t = map(range(g.size / 4), abs);",
+                f"per (8) {{ float m = g[0]; {made} = @{call}; }}",
+            ),
+            f"{what} of a block's values goes over the block or over a fixed number of places, and "
+            "the length of this array is neither; take k elements of it with map(range(k), ...)",
+        )
+        for what, made, call in (
+            ("reduce", "float v", "reduce(t, m, max)"),
+            ("scan", "float* v", "scan(t, m, max)"),
+            ("filter", "float* v", "filter(t, [&](float x) -> uint1 { return x > m; })"),
+            ("sort", "float* v", "sort(t, [&](float x) -> float { return x * m; })"),
+            ("store", "float* v", "store(map(t, [&](float x) -> float { return x * m; }))"),
+            ("first", "float* v", "first(t, 2 * m > 1 ? 1 : 2)"),
+            ("scatter", "float* v", "scatter(range(t.size), t, g.size)"),
+        )
+    },
     "the largest of a whole array": (
         encoder("int* v = @largest(g, 2);"),
-        "largest works on a block: write it in a per scope; of a whole array, filter the elements",
+        "largest works on a block, or on a fixed number of places in a per scope; of a whole array,"
+        " filter the elements",
     ),
     "as many as the gradient says": (
         encoder("per (8) { int m = g[0]; int* v = largest(g, @m); }"),

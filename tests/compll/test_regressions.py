@@ -66,6 +66,10 @@ CODES = """void XDecode(uint8* c, float* g) {
     extract(c, q);
     g = map(q, [&](uint4 x) -> float { return x; });
 }"""
+READ = """void XDecode(uint8* c, float* g) {
+    float* v; extract(c, v);
+    g = map(range(g.size), [&](int i) -> float { return v[i]; });
+}"""
 CASES = [
     # A lambda sees a name's value at the time of the call, not the last one it gets.
     Case(
@@ -407,6 +411,47 @@ CASES = [
         TAKE + f"float* w = scan(v, 0.0, {ADD}); float s = w[1]; float* a = map(g, [&](float x)"
         " -> float { return x + s; }); c = concat(a);",
         backends=BOTH,
+    ),
+    # A filter waits for what its condition reads, also where nobody asks for its size.
+    *(
+        Case(
+            f"a filter by {name}, sent without its size",
+            f"{before} float* v = gather(g, filter(range(g.size), [&](int i) -> uint1 {{"
+            f" return {cond} < g[i]; }}, 8)); c = concat(v);",
+            READ,
+            backends=BOTH,
+        )
+        for name, before, cond in (
+            ("running sums", f"float* s = scan(g, 0.0, {ADD});", "s[i]"),
+            ("a maximum", "float s = reduce(g, 0.0, max);", "s / 4"),
+            (
+                "a filter",
+                "float* s = filter(g, [&](float x) -> uint1 { return x > 1.0; });",
+                "s[1]",
+            ),
+            ("a count", "int s = filter(g, [&](float x) -> uint1 { return x > 1.0; }).size;", "s"),
+            (
+                "sums of places",
+                "int* at = map(range(g.size), [&](int i) -> int { return i / 2; });"
+                " float* s = scatter(at, g, g.size);",
+                "s[i]",
+            ),
+            ("a block's maximum", "per (8) { float s = reduce(g, 0.0, max); }", "s[i / 8] / 2"),
+            ("a stored array", "float* s = store(map(g, abs));", "s[i + 1]"),
+        )
+    ),
+    *(
+        Case(
+            f"two filters of one condition{' under error feedback' * feedback}",
+            "uint32* ix = filter(range(g.size), [&](int i) -> uint1 { return g[i] > 1.0; }, 4);"
+            " float* v = filter(g, [&](float x) -> uint1 { return x > 1.0; }, 4);"
+            " c = concat(ix.size, ix, v);",
+            "void XDecode(uint8* c, float* g) { int k; uint32* ix; float* v;"
+            " extract(c, k, ix, v); g = scatter(first(ix, k), first(v, k), g.size); }",
+            feedback=feedback,
+            backends=BOTH,
+        )
+        for feedback in (False, True)
     ),
 ]
 

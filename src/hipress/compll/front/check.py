@@ -18,12 +18,10 @@ from hipress.compll.front.arrays import (
     InBlocks,
     InRows,
     PerBlock,
-    Sliced,
-    SlicedRow,
     Stored,
 )
 from hipress.compll.front.draft import Draft
-from hipress.compll.front.expressions import Expressions
+from hipress.compll.front.expressions import LEAVES, Expressions
 from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, TooDeep, convert
 from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
@@ -207,7 +205,11 @@ class _Checker(Expressions):
         made = self.typed(s.value, old.elem, array, s.name, env)
         want = old.length
         if scope is not None and home is not scope and not home.within(scope):
-            made = self._leave(s.name, made, s, scope)
+            assert scope.block is not None
+            left = self._left(made, scope.block)
+            if left is None:
+                self.fail(s, f"{s.name!r} is declared outside the per scope: {LEAVES}")
+            made = left
         if want is not None and not isinstance(made, Scalar) and made.length is not want:
             self.fail(
                 s,
@@ -255,15 +257,19 @@ class _Checker(Expressions):
                 f"a block has {size.attr} elements; that must be a positive multiple of 8, so "
                 "that packed blocks start on a whole byte",
             )
-        scope = Env(outer=env, block=Blocks(size.attr, self._cut(s, env)))
-        self.draft.scope = scope.block
+        block = Blocks(size.attr, self._cut(s, env))
+        scope = Env(outer=env, block=block)
+        self.draft.scope = block
         self.statements(s.body, scope)
         for name, made in scope.names.items():
-            if isinstance(made, Scalar | Computed | Sliced | SlicedRow):
-                old = env.names.get(name)
-                if old is not None and not isinstance(old, PerBlock | InBlocks | InRows):
-                    self.fail(s, f"{name!r} is declared twice")
-                env.names[name] = self._leave(name, made, s, scope)
+            left = self._left(made, block)
+            if left is None:
+                env.ended.add(name)
+                continue
+            old = env.names.get(name)
+            if old is not None and not isinstance(old, PerBlock | InBlocks | InRows):
+                self.fail(s, f"{name!r} is declared twice")
+            env.names[name] = left
         self.draft.scope = None
 
     def _cut(self, s: ast.Per, env: Env) -> Expr:
@@ -281,23 +287,21 @@ class _Checker(Expressions):
             )
         return array.length
 
-    def _leave(self, name: str, made: Binding, node: ast.Node, scope: Env) -> ArrayValue:
-        """Returns what a name of a per scope is outside of it: all blocks side by side."""
-        block = scope.block
-        assert block is not None
+    def _left(self, made: Binding, block: Blocks) -> ArrayValue | None:
+        """Returns what a name of a per scope is outside of it: all blocks side by side.
+
+        None for what is known inside the scope alone.
+        """
         if isinstance(made, Scalar):
             return PerBlock(self.draft, made.value, block, made.elem)
-        assert not isinstance(made, Func | Struct | Unset)
+        if isinstance(made, Func | Struct | Unset):
+            return None
         g = self.graph
         if made.length is g.block("blen", block):
             return InBlocks(self.draft, made.at(g.block("lidx", block)), block, made.elem)
         most = self.draft.capacity(made)
         if most.op != "const" or most.attr <= 0:
-            self.fail(
-                node,
-                f"{name!r} leaves the per scope with {self.show(made.length)} in each block; only "
-                "arrays as long as the block, or with a fixed number of places, can",
-            )
+            return None
         index = g.ridx(block, most.attr)
         value = made.at(index)
         if made.length is not most:  # places that are not used are zero

@@ -60,6 +60,8 @@ class Draft:
     """Reductions by what they are, so that equal ones are one."""
     locals: dict[tuple[object, ...], ir.Local] = field(default_factory=dict)
     """Arrays of blocks, in the same way."""
+    filters: dict[tuple[Expr, ...], ir.Filter] = field(default_factory=dict)
+    """Filters, in the same way."""
     limits: dict[Expr, Expr] = field(default_factory=dict)
     """Largest value, known to the host, of each length that is not."""
     enforces: bool = False
@@ -73,9 +75,9 @@ class Draft:
     _stored: dict[object, Array] = field(default_factory=dict)
 
     @contextmanager
-    def unblocked(self) -> Iterator[None]:
+    def unblocked(self, only_if: bool = True) -> Iterator[None]:
         """For values of a pass without blocks: what per scopes made is read from memory."""
-        before, self.whole = self.whole, True
+        before, self.whole = self.whole, self.whole or only_if
         try:
             yield
         finally:
@@ -138,6 +140,7 @@ class Draft:
         out += [e for s in self.sorts if s.whole or s.ranks for e in (s.value, s.key, *s.ranks)]
         out += [e for scan in self.scans for e in scan.fold.exprs]
         out += [e for s in self.scatters for e in (s.length, s.index, s.value)]
+        out += [found.keep for found, _, _ in self.emits]
         return out + [r.cond for r in self.requires]
 
     def _made_of(self, array: Array) -> list[Expr]:
@@ -152,6 +155,10 @@ class Draft:
         scan = None if made.fold is None else (made.fold.init, made.fold.combine, made.fold.kind)
         key = (made.kind, made.body, made.block, made.row, made.room, made.index, made.size, scan)
         return self.locals.setdefault(key, made)
+
+    def filter(self, made: ir.Filter) -> ir.Filter:
+        """Returns the equal filter that was made before, if any."""
+        return self.filters.setdefault((made.keep, made.length, made.capacity), made)
 
     def capacity(self, value: ArrayValue) -> Expr:
         """Returns the most elements an array can have, known to the host."""

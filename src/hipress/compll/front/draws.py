@@ -18,7 +18,7 @@ def sample_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`sample(a, m[, key])`: one element drawn at random from each of m equal stretches of a."""
     key = _key(checker, node.args[2], env) if len(node.args) == 3 else None
     array = checker.array(node.args[0], env)
-    if inblock.domain(checker, env, array) is not None:
+    if inblock.domain(checker, node, env, array) is not None:
         checker.fail(node, "sample works on whole arrays; it cannot stand in a per scope")
     inblock.need_length(checker, node, array)
     m = checker.size(node.args[1], env)

@@ -23,6 +23,8 @@ MAX_BLOCKS = 40
 MAX_WORK = 100_000
 """Expressions evaluated for one function; the largest built-in program needs under 500."""
 
+LEAVES = "only numbers, and arrays as long as the block or with a fixed number of places, leave it"
+
 
 class Expressions:
     """Turns the expressions of one function into values."""
@@ -412,5 +414,7 @@ class Expressions:
             self.fail(s, "a lambda may hold only declarations, assignments, if and return")
 
     def unknown(self, node: ast.Node, name: str, env: Env) -> NoReturn:
+        if any(name in scope.ended for scope in env.scopes()):
+            self.fail(node, f"{name!r} is known inside its per scope alone: {LEAVES}")
         names = ", ".join(env.visible()) or "none"
         self.fail(node, f"{name!r} is not defined; names in scope: {names}")

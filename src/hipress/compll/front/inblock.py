@@ -46,21 +46,36 @@ class Domain:
 
 
 def domain(
-    checker: Expressions, env: Env, array: ArrayValue, *more: Callable[[Expr], Expr]
+    checker: Expressions,
+    node: ast.Call,
+    env: Env,
+    array: ArrayValue,
+    *more: Callable[[Expr], Expr],
+    own: bool = False,
 ) -> Domain | None:
     """Returns the domain of a block's array; None for an array that is the same for all blocks.
 
-    `more` are other values that the operator computes at each index.
+    `more` are other values that the operator computes at each index. With `own`, a fixed number of
+    places is a domain of the block even where all blocks have the same.
     """
     length = array.length
     if length.op == "blen":
         return Domain(checker, length.attr, None)
-    scope, most = env.per(), checker.draft.limits.get(length, length)
-    if scope is None or scope.block is None or most.op != "const":
+    scope, most = env.per(), checker.draft.capacity(array)
+    if scope is None or scope.block is None:
         return None
-    probe = checker.graph.idx(most)
-    if not ir.blocks_of([length, *(at(probe) for at in (array.at, *more))]):
-        return None
+    fixed = most.op == "const"
+    if not (own and fixed and most.attr <= MAX_ROOM):
+        probe = checker.graph.idx(most)
+        if not ir.blocks_of([length, *(at(probe) for at in (array.at, *more))]):
+            return None
+    if not fixed:
+        checker.fail(
+            node,
+            f"{node.name} of a block's values goes over the block or over a fixed number of "
+            "places, and the length of this array is neither; take k elements of it with "
+            "map(range(k), ...)",
+        )
     return Domain(checker, scope.block, Row(scope.block, max(most.attr, 0), length))
 
 
@@ -169,12 +184,12 @@ def scattered(
 def largest_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`largest(a, k)`: the indices of the k largest elements, in ascending order."""
     array = checker.array(node.args[0], env)
-    over = domain(checker, env, array)
+    over = domain(checker, node, env, array, own=True)
     if over is None:
         checker.fail(
             node,
-            "largest works on a block: write it in a per scope; of a whole array, filter the "
-            "elements that reach sort(a)[a.size - k]",
+            "largest works on a block, or on a fixed number of places in a per scope; of a whole "
+            "array, filter the elements that reach sort(a)[a.size - k]",
         )
     count = room(checker, node.args[1], env, "the number of largest elements")
     return largest(checker, over, array.at(over.ix), min(count, over.room))
@@ -185,7 +200,7 @@ def store_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     array = checker.array(node.args[0], env)
     if isinstance(array, Stored | Kept | Ordered | Spread):
         return array  # in memory anyhow
-    over = domain(checker, env, array)
+    over = domain(checker, node, env, array)
     if over is not None:
         return kept(checker, over, array)
     with checker.draft.unblocked():

@@ -24,7 +24,7 @@ from hipress.compll.front.arrays import (
 from hipress.compll.front.associative import counter_example
 from hipress.compll.front.graph import FLOAT, INT, ElemType, convert
 from hipress.compll.front.scope import Binding, Env, Scalar
-from hipress.compll.ir import RANDOM, Expr, Filter, Fold, Require, Sort, walk
+from hipress.compll.ir import RANDOM, Expr, Filter, Fold, Require, Sort, blocks_of, walk
 
 if TYPE_CHECKING:
     from hipress.compll.front.expressions import Expressions
@@ -43,9 +43,9 @@ def element(checker: Expressions, array: ArrayValue, ix: Expr) -> Expr:
     last = g.binary("sub", array.length, g.const(1))
     if not (ix.lo >= 0 and last.op == "const" and ix.hi <= last.attr):
         ix = g.binary("max", g.binary("min", ix, last), g.const(0))
-    if array.length.variance != 1 or array.length.op == "blen":
+    if array.length.op in ("n", "blen") or array.length.lo > 0 or isinstance(array, Kept):
         return array.at(ix)
-    some = g.binary("lt", g.const(0), array.length)  # a row may have no element in use
+    some = g.binary("lt", g.const(0), array.length)  # an element of an empty array is 0
     return g.select(some, array.at(ix), convert(g, g.const(0), array.elem))
 
 
@@ -125,10 +125,9 @@ def _mapped(
             elem,
             checker.draft.remembered(lambda i: convert(g, f([a.source(i) for a in kept], i), elem)),
         )
-        # What needs the filter's own result is computed after its pass, not inside it. Decode draws
-        # for places in the payload.
+        # Decode draws for places in the payload.
         draws = checker.decoding and any(e.op in RANDOM for e in walk([source.element]))
-        if not (draws or checker.draft.depends(source.element, kept[0].filter)):
+        if not draws and _fits_filter(checker, source):
             return source
 
     @checker.draft.remembered
@@ -139,15 +138,25 @@ def _mapped(
     return Computed(length, elem, at)
 
 
+def _fits_filter(checker: Expressions, kept: Kept) -> bool:
+    """Whether the pass of a filter can compute these elements.
+
+    What needs the filter's own result, or a block's values, is computed after that pass.
+    """
+    value = kept.element
+    return not (blocks_of([value]) or checker.draft.depends(value, kept.filter))
+
+
 def range_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`range(n)`: 0, 1, ... n - 1."""
     return Computed(checker.size(node.args[0], env), INT, lambda ix: ix)
 
 
 def _folding(
-    checker: Expressions, node: ast.Call, env: Env, array: ArrayValue
-) -> tuple[Fold, ElemType]:
-    g = checker.graph
+    checker: Expressions, node: ast.Call, env: Env, *, whole: bool
+) -> tuple[Fold, ElemType, inblock.Domain | None]:
+    """Returns a reduction and what it goes over; with `whole`, a pass over the array is its own."""
+    g, array = checker.graph, checker.array(node.args[0], env)
     f, func = functions.function(checker, node.args[2], env, 2)
     elem = array.elem
     if func is not None:
@@ -162,15 +171,16 @@ def _folding(
     init = convert(g, checker.scalar(node.args[1], env), elem)
     if init.variance == 2:
         checker.fail(node.args[1], "the start of a reduction is the same for all elements")
-    over = inblock.domain(checker, env, array)
-    ix = _domain(checker, array.length) if over is None else over.ix
-    body = convert(g, checker.draft.element(array, ix), elem)
     # Two leaves that stand for f's arguments; their sites are out of any program's reach.
-    carry = g.make("param", type=body.type, attr="<carry>", variance=2, host=False)
-    item = g.make("param", type=body.type, attr="<item>", variance=2, host=False)
+    carry = g.make("param", type=init.type, attr="<carry>", variance=2, host=False)
+    item = g.make("param", type=init.type, attr="<item>", variance=2, host=False)
     checker.reducing = True
     combine = convert(g, f([carry, item], None), elem)
     checker.reducing = False
+    over = inblock.domain(checker, node, env, array, lambda _: init, lambda _: combine)
+    ix = _domain(checker, array.length) if over is None else over.ix
+    with checker.draft.unblocked(over is None and whole):
+        body = convert(g, checker.draft.element(array, ix), elem)
     kinds = {
         g.binary(op, *pair): kind
         for op, kind in (("add", "sum"), ("max", "max"), ("min", "min"))
@@ -181,12 +191,12 @@ def _folding(
     length = array.length if block is None else block.length
     own = {"combine": combine, "carry": carry, "item": item} if kind == "fold" else {}
     fold = Fold(kind, body.type, init, body, length, block, row=row, **own)  # type: ignore[arg-type]
-    return fold, elem
+    return fold, elem, over
 
 
 def reduce_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`reduce(a, init, f)`: f must be associative and commutative; the order is the backend's."""
-    fold, elem = _folding(checker, node, env, checker.array(node.args[0], env))
+    fold, elem, _ = _folding(checker, node, env, whole=False)
     found = counter_example(fold) if fold.kind == "fold" else None
     if found is not None:
         lacks, example = found
@@ -208,12 +218,9 @@ def _shared(checker: Expressions, fold: Fold) -> Fold:
 
 def scan_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     """`scan(a, init, f)`: all the partial results of `reduce`, the first including a[0]."""
-    array = checker.array(node.args[0], env)
-    over = inblock.domain(checker, env, array)
+    fold, elem, over = _folding(checker, node, env, whole=True)
     if over is not None:
-        return inblock.scanned(checker, over, *_folding(checker, node, env, array))
-    with checker.draft.unblocked():
-        fold, elem = _folding(checker, node, env, array)
+        return inblock.scanned(checker, over, fold, elem)
     return Stored(checker.draft, checker.draft.scanned(fold, elem), elem)
 
 
@@ -228,7 +235,7 @@ def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
         position = _position(checker, env, array.length, ix)
         return checker.graph.to_bool(keep([array.at(ix)], position))
 
-    over = inblock.domain(checker, env, array, taken)
+    over = inblock.domain(checker, node, env, array, taken, own=True)
     if over is not None:
         room = over.room
         if len(node.args) == 3:
@@ -240,7 +247,7 @@ def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     capacity = array.length if len(node.args) == 2 else checker.size(node.args[2], env)
     if not capacity.host:
         checker.fail(node, "the capacity of a filter is made of sizes and parameters")
-    found = Filter(cond, array.length, capacity)
+    found = checker.draft.filter(Filter(cond, array.length, capacity))
     checker.draft.limits[checker.graph.count(found)] = capacity
     return Kept(checker.draft, found, array.elem, array.at)
 
@@ -254,7 +261,7 @@ def sort_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
         position = _position(checker, env, array.length, ix)
         return array.at(ix) if f is None else f([array.at(ix)], position)
 
-    over = inblock.domain(checker, env, array, key_at)
+    over = inblock.domain(checker, node, env, array, key_at)
     if over is not None:
         return inblock.ordered(checker, over, array, key_at(over.ix))
     inblock.need_length(checker, node, array)
@@ -278,7 +285,7 @@ def gather_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     if isinstance(index, Kept):
         source = draft.remembered(lambda i: element(checker, array, index.source(i)))
         kept = Kept(draft, index.filter, array.elem, source)
-        if not draft.depends(kept.element, index.filter):
+        if _fits_filter(checker, kept):
             return kept
     at = draft.remembered(lambda ix: element(checker, array, index.at(ix)))
     return Computed(index.length, array.elem, at)
@@ -294,7 +301,7 @@ def scatter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
             f"{checker.show(value.length)}; scatter takes one value per index",
         )
     size = checker.size(node.args[2], env)
-    over = inblock.domain(checker, env, index, value.at)
+    over = inblock.domain(checker, node, env, index, value.at, lambda _: size)
     if over is not None:
         return inblock.scattered(checker, node, over, index, value, size)
     if isinstance(index, Padded) and isinstance(value, Padded) and value.is_zero:
@@ -313,20 +320,18 @@ def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     if count is array.length:
         return array
     g = checker.graph
-    over = inblock.domain(checker, env, array)
-    if over is not None:
-        given = count.attr if count.op == "const" else over.room
-        count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
-        checker.draft.limits[count] = g.const(max(1, min(over.room, given)))
-        return Computed(count, array.elem, array.at)
-    low = g.binary("le", g.const(0), count)
-    high = g.binary("le", count, array.length)
-    checker.draft.requires.append(
-        Require(g.logic("land", low, high), "a count is larger than the room it was given")
-    )
-    most = checker.draft.limits.get(array.length, array.length)
-    most = g.binary("min", g.binary("max", count, g.const(0)), most) if count.host else most
-    if not checker.draft.enforces:  # the count is not checked: it must not run past the array
+    over = inblock.domain(checker, node, env, array, lambda _: count)
+    most = checker.draft.capacity(array) if over is None else g.const(over.room)
+    if count.op == "const" or (over is None and count.host):
+        least = g.const(0 if over is None else 1)
+        most = g.binary("min", g.binary("max", count, least), most)
+    if env.per() is None:
+        low = g.binary("le", g.const(0), count)
+        high = g.binary("le", count, array.length)
+        checker.draft.requires.append(
+            Require(g.logic("land", low, high), "a count is larger than the room it was given")
+        )
+    if env.per() is not None or not checker.draft.enforces:  # it must not run past the array
         count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
     if not count.host:
         checker.draft.limits[count] = most

@@ -54,6 +54,8 @@ class Env:
     outer: Env | None = None
     block: Blocks | None = None
     """The blocks of a `per` scope."""
+    ended: set[str] = field(default_factory=set)
+    """Names that were known inside a `per` scope alone."""
 
     def scopes(self) -> Iterator[Env]:
         """Yields this scope and those around it, from the inside out."""
@@ -68,7 +70,7 @@ class Env:
     def frozen(self) -> Env:
         """Returns a copy that later assignments do not reach."""
         outer = None if self.outer is None else self.outer.frozen()
-        return Env(dict(self.names), outer, self.block)
+        return Env(dict(self.names), outer, self.block, self.ended)
 
     def within(self, scope: Env) -> bool:
         return any(env is scope for env in self.scopes())

@@ -119,7 +119,7 @@ def _is_written(draft: Draft, new: Expr, flag: Fold) -> Expr:
     late += [e for e in values if is_int and e.op in ("pick", "count", "taken")]
     blocks = {e.attr.block for e in values if is_int and e.op in ("fold", "local")}
     bad = g.const(False)
-    if late:
+    if late or any(block.length is not g.n for block in blocks):
         bad = g.fold(flag)
     elif blocks:
         [block] = blocks

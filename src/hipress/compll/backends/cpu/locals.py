@@ -108,7 +108,7 @@ def _scan(loops: Loops, name: str, x: ir.Local, target: str) -> None:
     body(f"acc = {wide_type(f.type)}({loops.print(body, [f.init])[0]})")
     body.open("for i in range(m):")  # one by one: it does not vectorise
     body(f"item = {wide_type(f.type)}({loops.print(body, [f.body])[0]})")
-    body(f"acc = {wide_type(f.type)}({loops.printer.combined(f, 'acc', 'item', body)})")
+    body(f"acc = {wide_type(f.type)}({loops.joined(f, 'acc', 'item', body)})")
     body(f"{target}[i] = acc")
     loops.call(name, body, [], row=x.row)
 

@@ -202,7 +202,7 @@ class Loops:
     def finish(self, f: Fold, result: str) -> None:
         """Joins a block's own reduction with its start; later phases know it by name."""
         [init] = self.printer.print([f.init], self.out, self.known)
-        text = self.printer.combined(f, f"{wide_type(f.type)}({init})", result, self.out)
+        text = self.joined(f, f"{wide_type(f.type)}({init})", result, self.out)
         if f.kind == "fold" and f.row is not None:  # of no element there is no result
             text = f"({text} if {self.bounds(f.row)[0]} > 0 else {wide_type(f.type)}({init}))"
         if f.kind == "sum" and f.init.op == "const" and f.init.attr == 0:
@@ -232,10 +232,20 @@ class Loops:
             body(f"{item} = {f'_key({text})' if f.type == 'float' else f'i64({text})'}")
             body(f"{acc} = {item} if {item} {'>' if f.kind == 'max' else '<'} {acc} else {acc}")
         else:
-            assert f.combine is not None and f.carry is not None and f.item is not None
             item = self.printer.assign(f"{wide_type(f.type)}({text})", body)
-            [both] = self.print(body, [f.combine], more={f.carry: acc, f.item: item})
-            body(f"{acc} = {item} if i == 0 else {wide_type(f.type)}({both})")
+            body(f"{acc} = {item} if i == 0 else {self.joined(f, acc, item, body)}")
+
+    def joined(self, f: Fold, a: str, b: str, out: Lines) -> str:
+        """Returns the text of f(a, b); the function of a program may use values of the block."""
+        if f.kind != "fold":
+            return self.printer.combined(f, a, b, out)
+        assert f.combine is not None and f.carry is not None and f.item is not None
+        more = {f.carry: a, f.item: b}
+        if isinstance(out, Body):
+            [text] = self.print(out, [f.combine], more=more)
+        else:
+            [text] = self.printer.print([f.combine], out, self.known | more)
+        return f"{wide_type(f.type)}({text})"
 
     # Stores.
 
