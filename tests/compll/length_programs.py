@@ -163,6 +163,29 @@ OTHERS = {
             v = map(w, sort(v), [&](float x, float y) -> float { return x - y; });
         }
         a = map(range(g.size), [&](int i) -> float { return w[i] + v[i / 4]; });""",
+    "a filtered array": QUARTER + f"""
+        int* at = filter(range(m), [&](int i) -> uint1 {{ return v[i] > -1.0; }}, m / 2 + 1);
+        float* f = gather(v, at);
+        per (f, 8) {{
+            float top = reduce(map(f, abs), 0.5, max);
+            float* w = map(f, at, [&](float x, int i) -> float {{ return top * x + i + f[1]; }});
+            float* s = sort(f);
+            float* run = scan(f, 1.0, {ADD});
+            int* two = largest(f, 2);
+            float* high = filter(f, [&](float x) -> uint1 {{ return x > 0.0; }}, 3);
+            float* drawn = map(f, [&](float x) -> float {{ return x + random<int>(0, 8); }});
+            float* back = map(range(f.size), [&](int i) -> float {{ return f[f.size - 1 - i]; }});
+            int count = f.size;
+        }}
+        uint4* code = map(w, s, [&](float x, float y) -> uint4 {{ return 5 + x - y; }});
+        per (w, 24) {{ float low = reduce(w, 100.0, min); w = map(w, [&](float x) -> float {{
+            return x - low; }}); }}
+        float* d = scatter(at, w, m);
+        float total = reduce(code, 0.0, {ADD}) + w.size;
+        a = map(range(g.size), [&](int i) -> float {{
+            return d[i / 4] + top[i / 64] + two[i / 8] + high[i / 8] + count[i / 64] + total
+                + (i < w.size ? run[i] + drawn[i] + back[i] : 0);
+        }});""",
     "gathered, then reduced and sorted": QUARTER + f"""
         per (gather(g, map(range(m), [&](int i) -> int {{ return 2 * i; }})), 8) {{
             float* w = map(v, [&](float x) -> float {{ return x + v.size; }});
@@ -204,6 +227,42 @@ void XDecode(uint8* c, float* g, P p) {
 }
 """
 """Some elements, drawn at random, in 4 bits with a scale for each block of them."""
+
+
+SPARSE = """
+param P { int block = 16; int first_only = 0; }
+void XEncode(float* g, uint8* c, P p) {
+    int room = g.size / 2 + 1;
+    uint32* at = filter(range(g.size), [&](int i) -> uint1 { return abs(g[i]) > 1.5; }, room);
+    float* v = gather(g, at);
+    per (v, p.block) {
+        float top = reduce(map(v, abs), 0.0, max);
+        uint4* code = map(v, [&](float x) -> uint4 { return floor(8.5 + 7 * x / top); });
+    }
+    uint32 count = at.size;
+    c = concat(count, at, top, code);
+}
+void XDecode(uint8* c, float* g, P p) {
+    uint32 count;
+    uint32* at;
+    float* top;
+    uint4 code[g.size / 2 + 1];
+    extract(c, count, at, top, code);
+    if (p.first_only) {
+        uint4* used = first(code, count);
+        per (used, p.block) {
+            float* w = map(used, [&](uint4 k) -> float { return (k - 8) * top / 7; });
+        }
+        g = scatter(first(at, count), w, g.size);
+    } else {
+        per (code, p.block) {
+            float* v = map(code, [&](uint4 k) -> float { return (k - 8) * top / 7; });
+        }
+        g = scatter(first(at, count), first(v, count), g.size);
+    }
+}
+"""
+"""Large elements in 4 bits with a scale for each block of them; decode cuts all codes, or some."""
 
 
 def other(what: str) -> str:

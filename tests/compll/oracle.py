@@ -65,6 +65,8 @@ class Arr:
     capacity: Any = None
     block_start: int = 0
     """Of a block's part of an array: where the block starts."""
+    is_cut: bool = False
+    """Whether it is a block's part of the filtered array that a `per` scope cuts."""
 
     def positions(self) -> Sequence[int]:
         """The index that `random` draws for, of each element."""
@@ -104,10 +106,12 @@ class Block:
 
     size: int
     of: Any
-    """The tag of what is cut into blocks."""
+    """The tag of what is cut into blocks; of a filtered array, of its capacity."""
     number: int
     start: int
     length: int
+    cut: Arr | None = None
+    """The filtered array that is cut into blocks."""
 
 
 @dataclass
@@ -504,14 +508,16 @@ class Machine:
         return like(value, [convert(v, elem) for v in value.values], elem)
 
     def _per(self, s: ast.Per, env: Env) -> None:
-        size, n = int(self.value(s.size, env)), self.n
+        size, n, cut = int(self.value(s.size, env)), self.n, None
         if s.over is not None:
-            n = self.value(s.over, env).size
+            over = self.value(s.over, env)
+            cut = None if is_host(over.size) else over
+            n = over.size if cut is None else over.capacity
         of, num_blocks = tag_of(n), max(-(-n // size), 0)
         made: dict[str, list[Num | Arr]] = {}
         for number in range(max(num_blocks, 1)):  # an empty one tells the types, if there is none
             start = number * size
-            block = Block(size, of, number, start, max(min(size, n - start), 0))
+            block = Block(size, of, number, start, max(min(size, n - start), 0), cut)
             scope = Env(outer=env, block=block)
             self.run(s.body, scope)
             for name, value in (*scope.names.items(), *scope.assigned.items()):
@@ -525,6 +531,12 @@ class Machine:
             else:
                 room = first.size if first.capacity is None else first.capacity
                 length: Any = n
+                if first.is_cut:
+                    assert cut is not None
+                    whole = np.concatenate([first.values[:0], *(v.values for v in values)])
+                    home = env.home(name) if env.defines(name) else env
+                    home.names[name] = replace(cut, values=whole, elem=first.elem)
+                    continue
                 if is_host(room):  # a row: places that are not used are zero
                     values = [replace(v, values=padded(v.values, int(room))) for v in values]
                     length = sized(num_blocks * int(room), ("rows", size, of, int(room)))
@@ -592,6 +604,10 @@ class Machine:
             block = scope.block
             assert block is not None
             tag = tag_of(found.size) if isinstance(found, Arr) else None
+            if block.cut is not None and getattr(found, "origin", None) is block.cut.origin:
+                part = found.values[block.start : block.start + block.length]
+                used, start = np.int64(len(part)), block.start
+                return Arr(part, found.elem, used, None, block.size, start, is_cut=True)
             if tag is not None and tag == block.of:
                 part = found.values[block.start : block.start + block.length]
                 return Arr(part, found.elem, np.int64(block.length), block_start=block.start)
@@ -723,6 +739,9 @@ class Machine:
         start = 0
         if scope and scope.block:
             start = scope.block.number * int(size) if is_host(size) else scope.block.start
+        if scope and scope.block and scope.block.cut is not None and not is_host(size):
+            room = scope.block.size
+            return Arr(np.arange(int(size)), INT, size, None, room, start, is_cut=True)
         return Arr(np.arange(int(size)), INT, size, block_start=start)
 
     def _blocks(self, node: ast.Call, env: Env) -> Size:
@@ -781,7 +800,8 @@ class Machine:
 
     @staticmethod
     def _in_row(found: Arr, block: Block) -> Arr:
-        return replace(found, origin=None, block_start=block.number * int(found.capacity))
+        start = block.number * int(found.capacity)
+        return replace(found, origin=None, block_start=start, is_cut=False)
 
     def _largest(self, node: ast.Call, env: Env) -> Arr:
         array, count = self.value(node.args[0], env), int(self.value(node.args[1], env))
@@ -847,7 +867,11 @@ class Machine:
             )
         if not 0 <= count <= len(array.values):
             raise Refused("a count is larger than the room it was given")
-        return Arr(array.values[: int(count)], array.elem, count)
+        if is_host(count):
+            return Arr(array.values[: int(count)], array.elem, count)
+        room = array.size if array.capacity is None else array.capacity
+        places = np.arange(int(count))
+        return Arr(array.values[: int(count)], array.elem, count, places, room)
 
 
 def is_gradient(arg: ast.Arg) -> bool:

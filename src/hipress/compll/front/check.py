@@ -205,8 +205,7 @@ class _Checker(Expressions):
         made = self.typed(s.value, old.elem, array, s.name, env)
         want = old.length
         if scope is not None and home is not scope and not home.within(scope):
-            assert scope.block is not None
-            left = self._left(made, scope.block)
+            left = self._left(made, scope)
             if left is None:
                 self.fail(s, f"{s.name!r} is declared outside the per scope: {LEAVES}")
             made = left
@@ -257,12 +256,13 @@ class _Checker(Expressions):
                 f"a block has {size.attr} elements; that must be a positive multiple of 8, so "
                 "that packed blocks start on a whole byte",
             )
-        block = Blocks(size.attr, self._cut(s, env))
-        scope = Env(outer=env, block=block)
+        length = self._cut(s, env)
+        block = Blocks(size.attr, self.draft.limits.get(length, length))
+        scope = Env(outer=env, block=block, count=None if length.host else length)
         self.draft.scope = block
         self.statements(s.body, scope)
         for name, made in scope.names.items():
-            left = self._left(made, block)
+            left = self._left(made, scope)
             if left is None:
                 env.ended.add(name)
                 continue
@@ -279,19 +279,17 @@ class _Checker(Expressions):
         array = self.value(s.over, env)
         if isinstance(array, Scalar | Func | Struct):
             self.fail(s.over, f"per cuts an array into blocks; this is {self.what(array)}")
-        if array.length is None or not array.length.host:
-            self.fail(
-                s.over,
-                "per cuts an array whose length is made of sizes and parameters; this one is "
-                "filtered or has no length yet; map range(capacity) to its elements first",
-            )
+        if array.length is None:
+            self.fail(s.over, "per cuts an array into blocks; this one has no length yet")
         return array.length
 
-    def _left(self, made: Binding, block: Blocks) -> ArrayValue | None:
+    def _left(self, made: Binding, scope: Env) -> ArrayValue | None:
         """Returns what a name of a per scope is outside of it: all blocks side by side.
 
         None for what is known inside the scope alone.
         """
+        block = scope.block
+        assert block is not None
         if isinstance(made, Scalar):
             return PerBlock(self.draft, made.value, block, made.elem)
         if isinstance(made, Func | Struct | Unset):
@@ -307,7 +305,10 @@ class _Checker(Expressions):
         if made.length is not most:  # places that are not used are zero
             in_use = g.binary("lt", index, made.length)
             value = g.select(in_use, value, convert(g, g.const(0), made.elem))
-        return InRows(self.draft, value, block, made.elem, most.attr)
+        rows = InRows(self.draft, value, block, made.elem, most.attr)
+        if scope.count is not None and made.length is self.used(scope):
+            return Computed(scope.count, made.elem, rows.at)  # rows without gaps between them
+        return rows
 
     def _part(self, node: ast.Expr, env: Env) -> Part:
         value = self.value(node, env)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from hipress.compll.front import ast, operators
-from hipress.compll.front.arrays import ArrayValue, Sliced, SlicedRow
+from hipress.compll.front.arrays import ArrayValue, Computed, Sliced, SlicedRow
 from hipress.compll.front.draft import Draft
 from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, TooDeep, convert
 from hipress.compll.front.parse import fail
@@ -180,12 +180,29 @@ class Expressions:
         if isinstance(found, Scalar | Func | Struct | Unset):
             return found
         assert scope.block is not None
+        if found.length is scope.count:
+            return self._used_part(found, scope)
         if found.length is scope.block.length:
             return Sliced(self.graph, found, scope.block)
         if found.length is self.graph.blocks(scope.block):
             return Scalar(found.at(self.graph.block("bnum", scope.block)), found.elem)
         count = self._row_count(found.length, scope.block)
         return found if count is None else SlicedRow(self.graph, found, scope.block, count)
+
+    def _used_part(self, array: ArrayValue, scope: Env) -> ArrayValue:
+        """Returns a block's part of a filtered array: a row, of which some elements are in use."""
+        g, block = self.graph, scope.block
+        assert block is not None
+        length, start = self.used(scope), g.block("bstart", block)
+        self.draft.limits[length] = g.const(block.size)
+        return Computed(length, array.elem, lambda ix: array.at(g.binary("add", start, ix)))
+
+    def used(self, scope: Env) -> Expr:
+        """Returns how many elements of a filtered array are in this block."""
+        g = self.graph
+        assert scope.block is not None and scope.count is not None
+        left = g.binary("sub", scope.count, g.block("bstart", scope.block))
+        return g.binary("min", g.binary("max", left, g.const(0)), g.const(scope.block.size))
 
     def _row_count(self, length: Expr, block: Blocks) -> int | None:
         """Returns the elements for each block of an array that has some for each."""

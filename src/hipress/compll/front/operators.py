@@ -331,7 +331,9 @@ def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
         checker.draft.requires.append(
             Require(g.logic("land", low, high), "a count is larger than the room it was given")
         )
-    if env.per() is not None or not checker.draft.enforces:  # it must not run past the array
+    if count.op == "count" and checker.draft.limits[count] is array.length:
+        pass  # a filter with this capacity let through no more
+    elif env.per() is not None or not checker.draft.enforces:  # it must not run past the array
         count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
     if not count.host:
         checker.draft.limits[count] = most

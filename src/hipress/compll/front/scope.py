@@ -56,6 +56,8 @@ class Env:
     """The blocks of a `per` scope."""
     ended: set[str] = field(default_factory=set)
     """Names that were known inside a `per` scope alone."""
+    count: Expr | None = None
+    """In a `per` scope over a filtered array: its length, of which the blocks hold the capacity."""
 
     def scopes(self) -> Iterator[Env]:
         """Yields this scope and those around it, from the inside out."""
@@ -70,7 +72,7 @@ class Env:
     def frozen(self) -> Env:
         """Returns a copy that later assignments do not reach."""
         outer = None if self.outer is None else self.outer.frozen()
-        return Env(dict(self.names), outer, self.block, self.ended)
+        return Env(dict(self.names), outer, self.block, self.ended, self.count)
 
     def within(self, scope: Env) -> bool:
         return any(env is scope for env in self.scopes())
