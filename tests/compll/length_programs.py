@@ -178,8 +178,11 @@ OTHERS = {
             int count = f.size;
         }}
         uint4* code = map(w, s, [&](float x, float y) -> uint4 {{ return 5 + x - y; }});
-        per (w, 24) {{ float low = reduce(w, 100.0, min); w = map(w, [&](float x) -> float {{
-            return x - low; }}); }}
+        per (w, 24) {{
+            float low = reduce(w, 100.0, min);
+            w = map(w, [&](float x) -> float {{ return x - low; }});
+            float* back = map(w, [&](float x) -> float {{ return x + low; }});
+        }}
         float* d = scatter(at, w, m);
         float total = reduce(code, 0.0, {ADD}) + w.size;
         a = map(range(g.size), [&](int i) -> float {{
@@ -229,7 +232,7 @@ void XDecode(uint8* c, float* g, P p) {
 """Some elements, drawn at random, in 4 bits with a scale for each block of them."""
 
 
-SPARSE = """
+FILTERED = """
 param P { int block = 16; int first_only = 0; }
 void XEncode(float* g, uint8* c, P p) {
     int room = g.size / 2 + 1;

@@ -13,7 +13,7 @@ from hipress.compll.passes.derive import Variant
 from tests.compll import oracle
 from tests.compll.block_programs import BODIES, of_a_filter, packed, program
 from tests.compll.harness import bound, decode, encode, run, run_oracle
-from tests.compll.length_programs import LENGTHS, OTHERS, RANDOM_K, SPARSE, other
+from tests.compll.length_programs import FILTERED, LENGTHS, OTHERS, RANDOM_K, other
 from tests.grid import thinned
 
 F32 = np.float32
@@ -129,12 +129,12 @@ def test_filtered_values_with_a_scale_for_each_block(
     backend: str, feedback: bool, first_only: int
 ) -> None:
     params, variant = {"first_only": first_only}, Variant(feedback=feedback)
-    made = bound(SPARSE, params)
+    made = bound(FILTERED, params)
     for n in (1, 30, 62, 300):
         for scale in (0, 1, 4):  # none, half and all pass
             x, residual = scale * eighths(n, seed=n), [eighths(n, seed=n + 1) / 8] * feedback
             found = run(made, backend, x, residual, variant=variant)
-            right = run_oracle(SPARSE, params, x, residual, variant=variant)
+            right = run_oracle(FILTERED, params, x, residual, variant=variant)
             assert found.body.tobytes() == right.body.tobytes(), n
             np.testing.assert_array_equal(found.decoded, right.decoded)
             np.testing.assert_array_equal(found.added, right.added)

@@ -51,7 +51,7 @@ from tests.compll.block_programs import BODIES
 from tests.compll.block_programs import program as block_program
 from tests.compll.generate import Program, programs
 from tests.compll.harness import MU_VALUE, bound
-from tests.compll.length_programs import LENGTHS, OTHERS, RANDOM_K, other
+from tests.compll.length_programs import FILTERED, LENGTHS, OTHERS, RANDOM_K, other
 from tests.compll.state_programs import DECODE as STATE_DECODE
 from tests.compll.state_programs import STATES
 from tests.grid import thinned
@@ -911,9 +911,15 @@ def test_a_program_with_blocks_of_other_lengths_means_the_same(what: str) -> Non
     same_frames(other(what), LENGTHS)
 
 
-@pytest.mark.parametrize("feedback", [False, True])
-def test_a_program_that_sends_blocks_of_samples_means_the_same(feedback: bool) -> None:
-    same_frames(RANDOM_K, (1, 8, 504, 512, 523, 40_000), Variant(feedback=feedback))
+SENDERS = {"samples": RANDOM_K, "what a filter took": FILTERED}
+SENDER_CELLS = [(what, feedback) for what in SENDERS for feedback in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("what", "feedback"), thinned(SENDER_CELLS, keep=[(what, True) for what in SENDERS])
+)
+def test_a_program_that_sends_codes_of_blocks_means_the_same(what: str, feedback: bool) -> None:
+    same_frames(SENDERS[what], (1, 8, 504, 523, 40_000), Variant(feedback=feedback))
 
 
 @pytest.mark.parametrize("what", STATES)

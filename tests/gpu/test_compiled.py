@@ -17,7 +17,7 @@ from hipress.codecs.program import ProgramCodec
 from hipress.compll.ir import Kernel
 from hipress.compll.passes.derive import Variant
 from tests.compll.harness import bound
-from tests.compll.length_programs import OTHERS, RANDOM_K, other
+from tests.compll.length_programs import FILTERED, OTHERS, RANDOM_K, other
 from tests.gpu.contract import EMPTY, OWN, UNEVEN, own
 from tests.grid import thinned
 
@@ -124,8 +124,8 @@ def test_arrays_of_blocks_compile(program: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     "text",
-    [RANDOM_K, *thinned([other(what) for what in OTHERS], keep=[other("largest and back")])],
-    ids=["RANDOM_K", *OTHERS],
+    [RANDOM_K, FILTERED, *thinned(map(other, OTHERS), keep=[other("largest and back")])],
+    ids=["RANDOM_K", "FILTERED", *OTHERS],
 )
 def test_blocks_of_other_lengths_compile(text: str) -> None:
     codec = ProgramCodec(bound(text), name="x", backend="gpu", variant=Variant(feedback=True))

@@ -95,6 +95,10 @@ class Computed:
     """Whether no two elements can be equal."""
 
 
+class InUse(Computed):
+    """An array as long as the filtered one whose blocks a `per` scope went over."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What a filter let through of an array; `source(i)` is the element at i before it."""

@@ -17,6 +17,7 @@ from hipress.compll.front.arrays import (
     Computed,
     InBlocks,
     InRows,
+    InUse,
     PerBlock,
     Stored,
 )
@@ -267,7 +268,7 @@ class _Checker(Expressions):
                 env.ended.add(name)
                 continue
             old = env.names.get(name)
-            if old is not None and not isinstance(old, PerBlock | InBlocks | InRows):
+            if old is not None and not isinstance(old, PerBlock | InBlocks | InRows | InUse):
                 self.fail(s, f"{name!r} is declared twice")
             env.names[name] = left
         self.draft.scope = None
@@ -307,7 +308,7 @@ class _Checker(Expressions):
             value = g.select(in_use, value, convert(g, g.const(0), made.elem))
         rows = InRows(self.draft, value, block, made.elem, most.attr)
         if scope.count is not None and made.length is self.used(scope):
-            return Computed(scope.count, made.elem, rows.at)  # rows without gaps between them
+            return InUse(scope.count, made.elem, rows.at)  # rows without gaps between them
         return rows
 
     def _part(self, node: ast.Expr, env: Env) -> Part:
