@@ -82,7 +82,7 @@ def test_plans_are_played_besides():
 
 
 def test_a_text_plan_is_played_with_the_codec_beside_it(capsys):
-    """Catches: a plan that leaves the codec open and can not be played, or with another codec."""
+    """Catches: a plan that leaves the codec open and cannot be played, or with another codec."""
     Path("SeCoPaPlan.txt").write_text("g0,y,4\ng1,n,4\n")
     given = ("--plan", "SeCoPaPlan.txt", "--strategy", "ring")
     with_topk = rows(*given, "--codec", "topk")[-1]

@@ -27,7 +27,7 @@ STORAGE_BITS = {"float": 32, "int": 64, "float16": 16, "bfloat16": 16}
 
 
 class Refused(Exception):
-    """The payload can not be decoded."""
+    """The payload cannot be decoded."""
 
 
 class Size(int):

@@ -1,4 +1,4 @@
-"""Which tensors the gpu backend takes, and what is said where it can not run."""
+"""Which tensors the gpu backend takes, and what is said where it cannot run."""
 
 from __future__ import annotations
 

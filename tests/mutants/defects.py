@@ -392,9 +392,23 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "NaN enters the residual",
         "compll/passes/states.py",
-        "    return g.select(kept, new, old)",
-        "    return new",
+        "    value = g.select(_is_written(draft, w.value, flag), w.value, old)",
+        "    value = w.value",
         (f"{CONTRACT}::test_bad_number_leaves_its_residual",),
+    ),
+    Defect(
+        "a state of ints takes what a comparison made of a NaN",
+        "compll/passes/states.py",
+        "    elif loads:\n        bad = flag.body",
+        "    elif loads:\n        bad = g.const(False)",
+        ("tests/compll/test_states.py::test_no_number_hides_a_nan",),
+    ),
+    Defect(
+        "an array of a block is read at i ^ h where the program says (i ^ k) ^ h",
+        "compll/backends/cpu/buffers.py",
+        'not all(e.op == "xor" and is_own(*e.args) for e in partners)',
+        'not all(e.op == "xor" and e.args[1].op == "const" for e in partners)',
+        ("tests/compll/test_blocks.py::test_as_the_oracle",),
     ),
     Defect(
         "a flagged frame is decoded as if its numbers were good",

@@ -115,7 +115,7 @@ def test_a_run_goes_on_bit_for_bit(told, codec, strategy):
 
 @pytest.mark.parametrize("case", WHOLE, ids=" ".join)
 def test_a_run_goes_on_from_a_distributed_checkpoint(told, case):
-    """Catches: an exchange that is no Stateful, or whose state DCP can not write and read."""
+    """Catches: an exchange that is no Stateful, or whose state DCP cannot write and read."""
     results = [result[" ".join(case)] for result in told.results("dcp", range(2))]
     one([found["bits"] for found in results])
     for found in results:

@@ -498,7 +498,7 @@ def test_a_second_backward_on_top_of_the_means(told):
 
 
 def test_a_refused_second_attach_leaves_the_first_alone(told):
-    """Catches: a model that no longer trains, or can not be wrapped anew."""
+    """Catches: a model that no longer trains, or cannot be wrapped anew."""
     for what, steps in (("after", 3), ("rewrapped", 2)):
         assert one([result[what] for result in told.results("refused", range(2))])[1] == steps
 

@@ -197,11 +197,11 @@ class Local:
     room: int
     """Most elements."""
     index: Expr | None = None
-    """Of a `scatter`: where each element is added."""
+    """For a `scatter`: the index at which each element is added."""
     size: Expr | None = None
-    """Of a `scatter`: its length."""
+    """For a `scatter`: its length."""
     fold: Fold | None = None
-    """Of a `scan`."""
+    """For a `scan`: the function that joins elements, and its start."""
 
     @property
     def exprs(self) -> list[Expr]:

@@ -71,7 +71,7 @@ def allreduce(
     Args:
         tensor: A torch tensor on CPU or CUDA, or a NumPy array, of float32, bfloat16 or float16; or
             a list of them, of one dtype, which travel together. With codec `none` and strategy
-            `allreduce` any dtype.
+            `allreduce`, tensors of any dtype are taken.
         codec: An expression such as `onebit` or `topk(ratio=0.01)`, or a codec.
         strategy: `ps`, `ring`, `hierarchical` or `allreduce`.
         name: Keys the codec's state, and so its error feedback: give each tensor a name of its own

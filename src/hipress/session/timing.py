@@ -39,10 +39,10 @@ MODEL_TIMES = ("forward_s", "backward_s", "rest_s", "threads", "error")
 class StepClock(StepObserver):
     """Times steps from the begin of forward to the end of the exchange.
 
-    What a program does between steps (data, evaluation, checkpoints) is not counted. Of several
-    forward passes before one exchange the first counts. A framework that reports no forward pass
-    gets steps that begin where the last one ended. On a GPU the host runs ahead: moments are events
-    on its stream, and reading them waits only if asked to.
+    Time that a program spends between steps (data, evaluation, checkpoints) is not counted. If
+    there are several forward passes before one exchange, a step begins with the first. If a
+    framework reports no forward pass, a step begins where the last one ended. On a GPU the host
+    runs ahead, so moments are events on its stream, and reading them waits only if asked to.
 
     Args:
         device: Device of the gradients.

@@ -152,6 +152,7 @@ class _Checker(Expressions):
     def statements(self, body: Sequence[ast.Statement], env: Env) -> None:
         with self.nested(body):
             for statement in body:
+                self.count_work(statement)
                 self._statement(statement, env)
 
     def _statement(self, s: ast.Statement, env: Env) -> None:
@@ -240,6 +241,7 @@ class _Checker(Expressions):
             )
         around = self.turns
         for turn in range(count.attr):
+            self.count_work(s)
             self.turns = (*around, turn)
             number = Scalar(self.graph.const(turn), INT)
             self.statements(s.body, Env({s.name: number}, env))

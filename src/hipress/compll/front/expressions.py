@@ -21,7 +21,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 MAX_DEPTH = 100
 MAX_BLOCKS = 40
 MAX_WORK = 100_000
-"""Expressions evaluated for one function; the largest built-in program needs under 500."""
+"""Expressions and statements evaluated for one function; built-in programs need under 500."""
 
 LEAVES = "only numbers, and arrays as long as the block or with a fixed number of places, leave it"
 
@@ -121,17 +121,22 @@ class Expressions:
                 env.names[name] = Scalar(self.graph.select(cond, a.value, b.value), a.elem)
             env = env.outer
 
-    def value(self, node: ast.Expr, env: Env) -> Binding:
-        self.depth += 1
+    def count_work(self, node: ast.Node) -> None:
+        """Counts one expression, statement or turn of a `repeat`."""
         self.work += 1
-        if self.depth > MAX_DEPTH:
-            self.fail(node, "expressions or lambdas are nested too deeply; name the inner ones")
         if self.work > MAX_WORK:
             self.fail(
                 node,
-                f"the program is too large: more than {MAX_WORK:,} expressions, those of lambdas "
-                "counted at each call, and of arrays at each use",
+                f"the program is too large: more than {MAX_WORK:,} expressions and statements, "
+                "those of lambdas counted at each call, of arrays at each use, and of a repeat at "
+                "each turn",
             )
+
+    def value(self, node: ast.Expr, env: Env) -> Binding:
+        self.depth += 1
+        self.count_work(node)
+        if self.depth > MAX_DEPTH:
+            self.fail(node, "expressions or lambdas are nested too deeply; name the inner ones")
         try:
             return self._value(node, env)
         except TooDeep as error:

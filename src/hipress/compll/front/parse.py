@@ -200,7 +200,7 @@ def _if(m: Any, c: list[Any]) -> ast.If:
 
 def _number(m: Any, c: list[Any]) -> ast.Number:
     digits = str(c[0]).rstrip("f")
-    # Of 5,000 digits Python makes no int, and those after the first 40 change nothing here.
+    # Python makes no int of 5,000 digits; digits after the first 40 change nothing here.
     value = int(digits.lstrip("0")[:40] or "0") if digits.isdigit() else float(digits)
     if abs(value) > (2**62 if isinstance(value, int) else 3.4028235e38):
         raise _TooLarge(_pos(m), digits if len(digits) <= 40 else f"{digits[:40]}...")

@@ -18,6 +18,7 @@ from hipress.compll.front.graph import TooDeep
 from hipress.compll.ir import Array, Expr, Fold, Store, walk
 
 MAX_LOOPS = 40
+MAX_FOLDS = 100
 MAX_VALUES = 4000
 """What numba compiles in 30 s on one core; built-in codecs have up to 4 loops and 120 values."""
 
@@ -33,15 +34,23 @@ def schedule(draft: Draft, nonfinite: Fold | None, states: Iterable[Array]) -> t
     must last until all is read.
     """
     passes = _Scheduler(draft, set(states)).run(nonfinite)
-    num_loops = sum(len(p.phases) if isinstance(p, ir.Loop) else 1 for p in passes)
+    num_loops = sum(_num_loops(p) for p in passes)
+    num_folds = sum(len(ir.pass_folds(p)) for p in passes)
     num_values = sum(1 for p in passes for _ in walk(ir.with_blocks(ir.pass_exprs(p))))
-    if num_loops > MAX_LOOPS or num_values > MAX_VALUES:
+    if num_loops > MAX_LOOPS or num_folds > MAX_FOLDS or num_values > MAX_VALUES:
         raise TooDeep(
-            f"{num_loops} loops over arrays compute {num_values} values; at most {MAX_LOOPS} loops "
-            f"and {MAX_VALUES:,} values are compiled, which takes half a minute; send parts that "
-            "need fewer"
+            f"{num_loops} loops over arrays compute {num_folds} reductions and {num_values} "
+            f"values; at most {MAX_LOOPS} loops, {MAX_FOLDS} reductions and {MAX_VALUES:,} "
+            "values are compiled, which takes half a minute; send parts that need fewer"
         )
     return passes
+
+
+def _num_loops(p: ir.Pass) -> int:
+    """Returns the loops of a pass: one for each array of a block, one for the rest of a phase."""
+    if not isinstance(p, ir.Loop):
+        return 1
+    return len(p.locals) + sum(1 for phase in p.phases if phase.folds or phase.stores)
 
 
 def block_of(exprs: Iterable[Expr]) -> ir.Blocks | None:

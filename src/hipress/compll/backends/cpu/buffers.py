@@ -1,4 +1,4 @@
-"""Which buffer each array of a block is in: few of them, so that they stay in the nearest cache."""
+"""Assigns a buffer to each array of a block; there are few, so that they stay in the L1 cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def buffers(loop: ir.Loop) -> dict[Local, str]:
     last |= {e.attr: len(loop.phases) for e in walk(final) if e.op == "local"}
     names: dict[Local, str] = {}
     used: dict[str, tuple[str, int]] = {}
-    """Of each buffer: its type, and the phase that reads it last."""
+    """The type of each buffer, and the last phase that reads it."""
     for j, phase in enumerate(loop.phases):
         for x in phase.locals:
             sources = {e.attr for e in walk(x.exprs) if e.op == "local"}

@@ -378,7 +378,7 @@ def identity(f: Fold) -> str:
     if f.kind == "or":
         return "0"
     if f.type == "float":
-        # Of keys: those of -inf and inf.
+        # The keys of -inf and inf.
         return {"max": "-2139095041", "min": "2139095040"}.get(f.kind, "0.0")
     ends = {"max": "-9223372036854775808", "min": "9223372036854775807"}
     return ends.get(f.kind, "0")

@@ -417,8 +417,8 @@ class Tile:
     def close(self, name: str) -> None:
         """Ends the function and prints the kernel that runs it, with a mask for the last tile only.
 
-        PART 0 does all. Of a long array the host starts the full tiles (1) and the last one (2)
-        apart: what the mask needs would cost the full tiles registers.
+        PART 0 computes all tiles. For a long array the host starts the full tiles (PART 1) and the
+        last one (PART 2) separately, because the mask would take registers from the full tiles.
         """
         out, printer, length = self.out, self.printer, self.length
         out.end()
