@@ -211,6 +211,14 @@ BODIES = {
             float m = reduce(f, -9.0, max) + first(t, 9).size;
             a = map(range(g.size), [&](int i) -> float {{ return f[i] + m; }});
         }}""",
+    "a row longer than the block, with little room": """
+        per (64) {
+            float* r = map(range(72), [&](int i) -> float { return g[i % 8] + i; });
+            float* f = filter(r, [&](float x) -> uint1 { return x > 3.0; }, 3);
+            float* two = first(f, 2);
+            a = map(range(g.size), [&](int i) -> float { return f[i]; });
+        }
+        a = map(a, range(a.size), [&](float x, int i) -> float { return x + two[i]; });""",
     "the largest of a fixed array": """
         per (16) { int* at = largest(map(range(8), [&](int i) -> int { return i % 3; }), 3); }
         a = map(range(g.size), [&](int i) -> float { return at[i]; });""",

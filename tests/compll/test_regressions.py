@@ -412,6 +412,27 @@ CASES = [
         " -> float { return x + s; }); c = concat(a);",
         backends=BOTH,
     ),
+    Case(
+        "the size of a running sum of kept values",
+        TAKE + f"float* w = scan(v, 1.0, {ADD}); float* none = scan(filter(g, [&](float x) -> uint1"
+        f" {{ return x > 99.0; }}), 1.0, {ADD}); float* a = map(range(g.size), [&](int i) -> float"
+        " { return w[i] + w.size + none[i] + none.size; }); c = concat(a);",
+        backends=BOTH,
+    ),
+    # Places that are made of the sorted array itself are read from it, not found by counting.
+    *(
+        Case(
+            f"a sorted array read at {name}",
+            "int* s = sort(map(g, [&](float x) -> int { return abs(x); }));"
+            f" {before} int k = s[{place}]; float* a = map(g, [&](float x) -> float"
+            " { return x + k; }); c = concat(a);",
+            backends=BOTH,
+        )
+        for name, before, place in (
+            ("its own element", "", "s[3] + s[g.size / 2]"),
+            ("a running maximum of it", "int* m = scan(s, 0, max);", "m[2]"),
+        )
+    ),
     # A filter waits for what its condition reads, also where nobody asks for its size.
     *(
         Case(

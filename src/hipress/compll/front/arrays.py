@@ -154,7 +154,7 @@ class Ordered:
         return self.sort.length
 
     def at(self, ix: Expr) -> Expr:
-        if ix.variance == 0:
+        if ix.variance == 0 and not self.draft.depends(ix, self.sort):
             if ix not in self.sort.ranks:
                 self.sort.ranks.append(ix)
             return self.draft.graph.pick(self.sort, ix)

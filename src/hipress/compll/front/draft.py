@@ -121,14 +121,16 @@ class Draft:
         with self.unblocked():
             return value.at(ix)
 
-    def depends(self, value: Expr, found: ir.Filter) -> bool:
-        """Whether a value needs the result of a filter."""
+    def depends(self, value: Expr, found: ir.Filter | ir.Sort) -> bool:
+        """Whether a value needs the result of a filter or a sort."""
         mine = {array for f, array, _ in self.emits if f is found}
+        if isinstance(found, ir.Sort):
+            mine.add(found.values)
         seen: set[Expr] = set()
         todo = [value]
         while todo:
             for e in walk([todo.pop()], seen):
-                if e.op in ("count", "taken") and e.attr is found:
+                if e.op in ("count", "taken", "pick") and e.attr is found:
                     return True
                 if e.is_load and e.attr in mine:
                     return True
@@ -148,7 +150,7 @@ class Draft:
         made += [value for _, target, value in self.emits if target is array]
         made += [e for s in self.scans if s.array is array for e in s.fold.exprs]
         made += [e for s in self.scatters if s.array is array for e in (s.length, s.index, s.value)]
-        return made + [s.value for s in self.sorts if s.values is array]
+        return made + [e for s in self.sorts if s.values is array for e in (s.value, s.key)]
 
     def local(self, made: ir.Local) -> ir.Local:
         """Returns the equal array of a block that was made before, if any."""

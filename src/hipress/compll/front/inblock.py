@@ -205,6 +205,11 @@ def store_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
         return kept(checker, over, array)
     with checker.draft.unblocked():
         memory = checker.draft.stored(array)
-    if memory.length is array.length:
-        return Stored(checker.draft, memory, array.elem)
-    return Computed(array.length, array.elem, lambda ix: checker.graph.load(memory, ix))
+    return in_memory(checker, memory, array.elem, array.length)
+
+
+def in_memory(checker: Expressions, memory: ir.Array, elem: ElemType, length: Expr) -> ArrayValue:
+    """Returns the first `length` elements of memory."""
+    if memory.length is length:
+        return Stored(checker.draft, memory, elem)
+    return Computed(length, elem, lambda ix: checker.graph.load(memory, ix))

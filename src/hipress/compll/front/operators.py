@@ -221,7 +221,7 @@ def scan_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
     fold, elem, over = _folding(checker, node, env, whole=True)
     if over is not None:
         return inblock.scanned(checker, over, fold, elem)
-    return Stored(checker.draft, checker.draft.scanned(fold, elem), elem)
+    return inblock.in_memory(checker, checker.draft.scanned(fold, elem), elem, fold.length)
 
 
 def filter_(checker: Expressions, node: ast.Call, env: Env) -> Binding:

@@ -84,7 +84,8 @@ class Loops:
         self.locals = buffers(loop) if loop is not None else {}
         printer.block_arrays = self.locals
         self.ready: set[ir.Local] = set()
-        self.room = max([tile, *self.rows.values(), *(x.room for x in self.locals)])
+        over = [x.row.count for x in self.locals if x.row is not None]
+        self.room = max([tile, *self.rows.values(), *(x.room for x in self.locals), *over])
         """Most elements of a tile or a row."""
         self.codes_in = {a: f"in_{a.name}" for a in aligned if a.storage in ir.PACKED}
         self.codes_out = {
