@@ -43,7 +43,7 @@ class Arr:
     elem: str
     mag: int
     length: Any
-    """`n`, a text (fixed), ("kept", filter) or ("blocks", size)."""
+    """`n`, a text (fixed), ("kept", filter), ("blocks", size) or ("parts", size, length)."""
     exact: bool = True
     indices: bool = False
     """Whether its elements are all different and below n."""
@@ -549,28 +549,33 @@ class Encoder(Writer):
             self.keep(a.elem, f"scatter({ix.name}, {a.name}, g.size)", "n", a.mag)
 
     def do_blocks(self) -> None:
-        block = self.pick(BLOCKS)
-        whole = [a for a in self.arrays if a.length == "n"]
+        block, length, over = self.pick(BLOCKS), "n", ""
+        others = [a for a in self.arrays if a.exact and a.length[0] not in ("n", "parts")]
+        if others and self.chance(6):
+            other = self.pick(others)
+            length, over = other.length, f"{other.name}, "
+        number = ("blocks", block) if length == "n" else ("parts", block, length)
+        whole = [a for a in self.arrays if a.length == length]
         inner = Encoder.__new__(Encoder)
         inner.__dict__.update(self.__dict__)
         inner.lines, inner.scalars = [], [v for v in self.scalars]
         inner.arrays = list(whole)
-        known = [a for a in self.arrays if a.length == ("blocks", block)]
+        known = [a for a in self.arrays if a.length == number]
         inner.scalars += [replace(a.item(a.name), exact=a.exact) for a in known]
         start = len(inner.scalars)
         for _ in range(self.pick([1, 2, 3])):
             if self.chance(6):
-                inner.reduce_over(self.pick(inner.dense()), inner.declare)
+                inner.reduce_over(self.pick(inner.dense(length)), inner.declare)
             elif self.chance(3):
                 inner.do_scalar()
             else:
-                inner.map_over("n")
+                inner.map_over(length)
             self._names = inner._names
-        self.lines += [f"per ({block}) {{", *(f"    {line}" for line in inner.lines), "}"]
+        self.lines += [f"per ({over}{block}) {{", *(f"    {line}" for line in inner.lines), "}"]
         self._names, self.exact = inner._names, inner.exact
         for v in inner.scalars[start:]:
             elem = self.elems[v.text]
-            self.arrays.append(Arr(v.text, elem, v.mag, ("blocks", block), v.exact))
+            self.arrays.append(Arr(v.text, elem, v.mag, number, v.exact))
         self.arrays += inner.arrays[len(whole) :]
 
 

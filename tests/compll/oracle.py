@@ -33,7 +33,8 @@ class Refused(Exception):
 class Size(int):
     """A length that is known by name.
 
-    `tag` is "n", ("blocks", size of a block) or ("rows", size of a block, elements of a row).
+    `tag` is "n", ("blocks", size of a block, tag of what is cut into blocks) or ("rows", the same
+    two, elements of a row).
     """
 
     tag: Any = None
@@ -43,6 +44,12 @@ def sized(value: int, tag: Any) -> Size:
     size = Size(value)
     size.tag = tag
     return size
+
+
+def tag_of(size: Any) -> Any:
+    """What a length is known by: its tag or, of one without a name, the number."""
+    tag = getattr(size, "tag", None)
+    return int(size) if tag is None and is_host(size) else tag
 
 
 @dataclass
@@ -58,6 +65,8 @@ class Arr:
     capacity: Any = None
     block_start: int = 0
     """Of a block's part of an array: where the block starts."""
+    is_cut: bool = False
+    """Whether it is a block's part of the filtered array that a `per` scope cuts."""
 
     def positions(self) -> Sequence[int]:
         """The index that `random` draws for, of each element."""
@@ -96,9 +105,13 @@ class Block:
     """The block that a `per` scope is at."""
 
     size: int
+    of: Any
+    """The tag of what is cut into blocks; of a filtered array, of its capacity."""
     number: int
     start: int
     length: int
+    cut: Arr | None = None
+    """The filtered array that is cut into blocks."""
 
 
 @dataclass
@@ -470,7 +483,8 @@ class Machine:
             return
         elem = self.elem(s.type, env)
         if s.value is None:
-            env.names[s.name] = Unset(elem, s.type.array or s.size is not None, None)
+            size = None if s.size is None else self.value(s.size, env)
+            env.names[s.name] = Unset(elem, s.type.array or s.size is not None, size)
         else:
             env.names[s.name] = self.typed(self.value(s.value, env), elem)
 
@@ -494,27 +508,39 @@ class Machine:
         return like(value, [convert(v, elem) for v in value.values], elem)
 
     def _per(self, s: ast.Per, env: Env) -> None:
-        size = int(self.value(s.size, env))
+        size, n, cut = int(self.value(s.size, env)), self.n, None
+        if s.over is not None:
+            over = self.value(s.over, env)
+            cut = None if is_host(over.size) else over
+            n = over.size if cut is None else over.capacity
+        of, num_blocks = tag_of(n), max(-(-n // size), 0)
         made: dict[str, list[Num | Arr]] = {}
-        for number in range(-(-self.n // size)):
+        for number in range(max(num_blocks, 1)):  # an empty one tells the types, if there is none
             start = number * size
-            scope = Env(outer=env, block=Block(size, number, start, min(size, self.n - start)))
+            block = Block(size, of, number, start, max(min(size, n - start), 0), cut)
+            scope = Env(outer=env, block=block)
             self.run(s.body, scope)
             for name, value in (*scope.names.items(), *scope.assigned.items()):
                 if isinstance(value, Num | Arr):
                     made.setdefault(name, []).append(value)
         for name, values in made.items():
-            first = values[0]
+            first, values = values[0], values[:num_blocks]
             if isinstance(first, Num):
                 whole = vector([v.value for v in values], first.elem)
-                env.names[name] = Arr(whole, first.elem, sized(len(values), ("blocks", size)))
+                env.names[name] = Arr(whole, first.elem, sized(num_blocks, ("blocks", size, of)))
             else:
                 room = first.size if first.capacity is None else first.capacity
-                length: Any = self.n
+                length: Any = n
+                if first.is_cut:
+                    assert cut is not None
+                    whole = np.concatenate([first.values[:0], *(v.values for v in values)])
+                    home = env.home(name) if env.defines(name) else env
+                    home.names[name] = replace(cut, values=whole, elem=first.elem)
+                    continue
                 if is_host(room):  # a row: places that are not used are zero
                     values = [replace(v, values=padded(v.values, int(room))) for v in values]
-                    length = sized(len(values) * int(room), ("rows", size, int(room)))
-                whole = np.concatenate([v.values for v in values])
+                    length = sized(num_blocks * int(room), ("rows", size, of, int(room)))
+                whole = np.concatenate([first.values[:0], *(v.values for v in values)])
                 home = env.home(name) if env.defines(name) else env
                 home.names[name] = Arr(whole, first.elem, length)
 
@@ -577,16 +603,20 @@ class Machine:
             found = scope.assigned.get(name, found)
             block = scope.block
             assert block is not None
-            if isinstance(found, Arr) and getattr(found.size, "tag", None) == "n":
+            tag = tag_of(found.size) if isinstance(found, Arr) else None
+            if block.cut is not None and getattr(found, "origin", None) is block.cut.origin:
+                part = found.values[block.start : block.start + block.length]
+                used, start = np.int64(len(part)), block.start
+                return Arr(part, found.elem, used, None, block.size, start, is_cut=True)
+            if tag is not None and tag == block.of:
                 part = found.values[block.start : block.start + block.length]
                 return Arr(part, found.elem, np.int64(block.length), block_start=block.start)
-            if isinstance(found, Arr) and getattr(found.size, "tag", 0) == ("blocks", block.size):
-                return found.values[block.number]
-            tag = getattr(getattr(found, "size", None), "tag", None)
-            if isinstance(tag, tuple) and tag[:2] == ("rows", block.size):
-                start = block.number * tag[2]
-                part = found.values[start : start + tag[2]]
-                return Arr(part, found.elem, tag[2], block_start=start)
+            if tag == ("blocks", block.size, block.of):
+                return at(found, block.number)
+            if isinstance(tag, tuple) and tag[:3] == ("rows", block.size, block.of):
+                start = block.number * tag[3]
+                part = padded(found.values[start : start + tag[3]], tag[3])
+                return Arr(part, found.elem, tag[3], block_start=start)
         return found.value if isinstance(found, Num) else found
 
     def _member(self, node: ast.Member, env: Env) -> Any:
@@ -595,7 +625,8 @@ class Machine:
             return value[node.field].value
         scope = env.scope()
         if isinstance(value, Unset) and scope is not None and scope.block is not None:
-            return np.int64(scope.block.length)
+            if tag_of(value.size) == scope.block.of:
+                return np.int64(scope.block.length)
         return value.size
 
     @staticmethod
@@ -615,7 +646,7 @@ class Machine:
             return WHOLE[op](to_int(a), to_int(b))
         tag = getattr(a, "tag", None)
         if op == "*" and isinstance(tag, tuple) and tag[0] == "blocks" and is_host(b):
-            return sized(a * b, ("rows", tag[1], int(b)))
+            return sized(a * b, ("rows", *tag[1:], int(b)))
         return BINARY[op](*common(a, b))
 
     # Calls.
@@ -708,12 +739,14 @@ class Machine:
         start = 0
         if scope and scope.block:
             start = scope.block.number * int(size) if is_host(size) else scope.block.start
+        if scope and scope.block and scope.block.cut is not None and not is_host(size):
+            room = scope.block.size
+            return Arr(np.arange(int(size)), INT, size, None, room, start, is_cut=True)
         return Arr(np.arange(int(size)), INT, size, block_start=start)
 
     def _blocks(self, node: ast.Call, env: Env) -> Size:
         n, size = (self.value(a, env) for a in node.args)
-        tag = ("blocks", int(size)) if getattr(n, "tag", None) == "n" else None
-        return sized(-(-n // size), tag)
+        return sized(-(-n // size), ("blocks", int(size), tag_of(n)))
 
     def _map(self, node: ast.Call, env: Env) -> Arr:
         arrays = [self.value(a, env) for a in node.args[:-1]]
@@ -767,7 +800,8 @@ class Machine:
 
     @staticmethod
     def _in_row(found: Arr, block: Block) -> Arr:
-        return replace(found, origin=None, block_start=block.number * int(found.capacity))
+        start = block.number * int(found.capacity)
+        return replace(found, origin=None, block_start=start, is_cut=False)
 
     def _largest(self, node: ast.Call, env: Env) -> Arr:
         array, count = self.value(node.args[0], env), int(self.value(node.args[1], env))
@@ -810,11 +844,13 @@ class Machine:
     def _scatter(self, node: ast.Call, env: Env) -> Arr:
         index, values, size = (self.value(a, env) for a in node.args)
         result = np.zeros(int(size), values.values.dtype)
+        scope = env.scope()
+        if scope is not None and scope.block is not None and scope.block.length == 0:
+            return Arr(result, values.elem, size)  # there is no such block, see `_per`
         for i, v in zip(index.values, values.values, strict=True):
             if not 0 <= i < size:
                 raise Refused("an index in the payload is out of range")
             result[i] = convert(result[i] + v, values.elem)
-        scope = env.scope()
         start = scope.block.start if scope and scope.block and not is_host(size) else 0
         return Arr(result, values.elem, size, block_start=start)
 
@@ -831,7 +867,11 @@ class Machine:
             )
         if not 0 <= count <= len(array.values):
             raise Refused("a count is larger than the room it was given")
-        return Arr(array.values[: int(count)], array.elem, count)
+        if is_host(count):
+            return Arr(array.values[: int(count)], array.elem, count)
+        room = array.size if array.capacity is None else array.capacity
+        places = np.arange(int(count))
+        return Arr(array.values[: int(count)], array.elem, count, places, room)
 
 
 def is_gradient(arg: ast.Arg) -> bool:

@@ -72,6 +72,38 @@ void XEncode(float* g, inout float* r, inout float half[blocks(g.size, 2)], inou
     k = k + r[0] + half[0];
     c = concat(a);
 }""",
+    "a table in blocks": """
+void XEncode(float* g, inout float table[g.size / 2], inout float top[blocks(g.size / 2, 8)],
+             inout uint8 last[blocks(g.size / 2, 8) * 3], inout float* m, uint8* c) {
+    per (table, 8) {
+        float most = reduce(map(table, abs), top, max);
+        table = map(table, range(table.size), [&](float t, int i) -> float {
+            return 0.5 * t + table[i + 1] - most + last[i] + g[2 * i];
+        });
+        uint8* least = map(last, range(3), [&](uint8 k, int i) -> int { return table[i] + k; });
+        float next = 0.25 * most + table[0];
+    }
+    top = next;
+    last = least;
+    float* a = map(g, m, range(g.size), [&](float x, float y, int i) -> float {
+        return x + y + table[i / 2] + top[i / 16];
+    });
+    per (16) { m = map(g, m, [&](float x, float y) -> float { return x - m[3] + top[0]; }); }
+    c = concat(a);
+}""",
+    "states in blocks of two scopes": """
+void XEncode(float* g, inout float* r, inout float* s, inout float u[blocks(g.size, 8)],
+             inout float h[g.size / 2], inout int k[g.size / 2], uint8* c) {
+    per (8) { r = map(g, r, [&](float x, float y) -> float { return x - 0.5 * y + r[1]; }); }
+    per (16) { s = map(s, g, [&](float x, float y) -> float { return y + s[0] + r[2]; }); }
+    per (u, 8) { u = map(u, [&](float x) -> float { return x + u[1] + r[0] + 1; }); }
+    per (h, 8) { h = map(h, [&](float x) -> float { return x * 0.5 + h[7] + s[1]; }); }
+    per (k, 24) { k = map(k, sort(h), [&](int x, float y) -> int { return x + k[1] + y; }); }
+    float* a = map(g, range(g.size), [&](float x, int i) -> float {
+        return x + r[i] + s[i] + u[i / 8] + h[i / 2] + k[i / 2];
+    });
+    c = concat(a);
+}""",
     "what a filter took": """
 void XEncode(float* g, inout uint8* age, inout float16* r, uint8* c) {
     float* v = map(g, r, [&](float x, float y) -> float { return x + y; });

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hipress.compll.backends import threads
 from hipress.compll.build import read_program
 from hipress.compll.passes.derive import Variant
 from tests.compll import oracle
 from tests.compll.block_programs import BODIES, of_a_filter, packed, program
 from tests.compll.harness import bound, decode, encode, run, run_oracle
+from tests.compll.length_programs import FILTERED, LENGTHS, OTHERS, RANDOM_K, other
 from tests.grid import thinned
 
 F32 = np.float32
@@ -78,6 +80,75 @@ def test_other_widths_of_a_filtered_array(bits: int, backend: str) -> None:
         found, right = run(made, backend, x), run_oracle(text, {}, x)
         assert found.body.tobytes() == right.body.tobytes(), n
         np.testing.assert_array_equal(found.decoded, right.decoded)
+
+
+OTHER_CELLS = [(what, backend) for what in OTHERS for backend in ("reference", "cpu")]
+OTHER_COMPILED = ("largest and back", "blocks of the gradient and of another array, of one size")
+
+
+@pytest.mark.parametrize(
+    ("what", "backend"),
+    thinned(OTHER_CELLS, keep=lambda cell: cell[1] == "reference" or cell[0] in OTHER_COMPILED),
+)
+def test_blocks_of_other_lengths(what: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "MIN_TILES", 1)  # so that few elements are shared out too
+    text = other(what)
+    made = bound(text)
+    for n in LENGTHS:
+        x = eighths(n, seed=n)
+        right = run_oracle(text, {}, x)
+        for pool in (None, threads.runner(2)) if backend == "cpu" else (None,):
+            found = run(made, backend, x, pool=pool)
+            assert found.body.tobytes() == right.body.tobytes(), n
+            np.testing.assert_array_equal(found.decoded, right.decoded, err_msg=f"{n} elements")
+            np.testing.assert_array_equal(found.added, right.added)
+
+
+@both
+@pytest.mark.parametrize("feedback", [False, True])
+def test_sampled_values_with_a_scale_for_each_block(backend: str, feedback: bool) -> None:
+    """Decode cuts what it extracts; error feedback reads it where encode made it."""
+    made, variant = bound(RANDOM_K), Variant(feedback=feedback)
+    for n in (1, 8, 504, 512, 523, 1600):  # samples: none, one, and each side of a block of 64
+        x, residual = eighths(n, seed=n), [eighths(n, seed=n + 1)] * feedback
+        found = run(made, backend, x, residual, variant=variant)
+        right = run_oracle(RANDOM_K, {}, x, residual, variant=variant)
+        assert found.body.tobytes() == right.body.tobytes(), n
+        np.testing.assert_array_equal(found.decoded, right.decoded)
+        np.testing.assert_array_equal(found.added, right.added)
+        for new, want in zip(found.states, right.states, strict=True):
+            np.testing.assert_array_equal(new, want)
+    num_bytes = 16 + 16 * 2 + 104  # a key, 4 scales, 200 codes
+    assert made.body_bytes()(1600) <= num_bytes < 1600
+
+
+@both
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("first_only", [0, 1])
+def test_filtered_values_with_a_scale_for_each_block(
+    backend: str, feedback: bool, first_only: int
+) -> None:
+    params, variant = {"first_only": first_only}, Variant(feedback=feedback)
+    made = bound(FILTERED, params)
+    for n in (1, 30, 62, 300):
+        for scale in (0, 1, 4):  # none, half and all pass
+            x, residual = scale * eighths(n, seed=n), [eighths(n, seed=n + 1) / 8] * feedback
+            found = run(made, backend, x, residual, variant=variant)
+            right = run_oracle(FILTERED, params, x, residual, variant=variant)
+            assert found.body.tobytes() == right.body.tobytes(), n
+            np.testing.assert_array_equal(found.decoded, right.decoded)
+            np.testing.assert_array_equal(found.added, right.added)
+            for new, want in zip(found.states, right.states, strict=True):
+                np.testing.assert_array_equal(new, want)
+
+
+def test_the_gradient_may_be_named() -> None:
+    """`per (size)` and `per (gradient, size)` make the same kernels, in decode too."""
+    short = packed(5)
+    long = short.replace("per (16)", "per (g, 16)")
+    assert long != short
+    for backend in ("reference", "cpu", "gpu"):
+        assert bound(long).source(backend) == bound(short).source(backend)
 
 
 STATE = """

@@ -318,7 +318,31 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "a number from outside assigned": (
         encoder("float s = 0;", "per (8) { @s = g[0]; }"),
-        "'s' has one value for the whole gradient; declare a new name inside the per scope",
+        "'s' has one value for all blocks; declare a new name inside the per scope",
+    ),
+    "a per scope over no array": (
+        encoder("per (@g.size, 8) { float s = g[0]; }"),
+        "per cuts an array into blocks; this is int",
+    ),
+    "a per scope over an array without a length": (
+        encoder("float* v;", "per (@v, 8) { float s = g[0]; }"),
+        "per cuts an array into blocks; this one has no length yet",
+    ),
+    "a block of another array that is no multiple of 8": (
+        encoder("per (range(20), @12) { float s = g[0]; }"),
+        "a block has 12 elements; that must be a positive multiple of 8",
+    ),
+    "a per scope over another array in a per scope": (
+        encoder("per (8) { @per (range(20), 8) { float s = g[0]; } }"),
+        "a per scope cannot stand inside another",
+    ),
+    "an array of another length, assigned in a per scope": (
+        encoder("float v[g.size];", "per (range(20), 8) { @v = map(range(20), abs); }"),
+        "'v' has as many elements as the gradient, but the value assigned to it has another",
+    ),
+    "an outer number, assigned in a per scope over another array": (
+        encoder("float s = 0;", "per (range(20), 8) { @s = g[0]; }"),
+        "'s' has one value for all blocks; declare a new name inside the per scope",
     ),
     "a sample in a per scope": (
         encoder("per (8) { float* v = @sample(g, 2); }"),

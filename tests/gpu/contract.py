@@ -15,6 +15,7 @@ import math
 import os
 import random
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from tests.compll.block_programs import BODIES
 from tests.compll.block_programs import program as block_program
 from tests.compll.generate import Program, programs
 from tests.compll.harness import MU_VALUE, bound
+from tests.compll.length_programs import FILTERED, LENGTHS, OTHERS, RANDOM_K, other
 from tests.compll.state_programs import DECODE as STATE_DECODE
 from tests.compll.state_programs import STATES
 from tests.grid import thinned
@@ -885,17 +887,39 @@ QUICK_BLOCKS = (
 
 @pytest.mark.parametrize("what", thinned(BODIES, keep=QUICK_BLOCKS))
 def test_a_program_with_arrays_of_blocks_means_the_same(what: str) -> None:
-    text = block_program(BODIES[what])
-    for n in (5, 16, 4099):
+    same_frames(block_program(BODIES[what]), (5, 16, 4099))
+
+
+def same_frames(text: str, sizes: Iterable[int], variant: Variant = PLAIN) -> None:
+    """A program makes the same frames, states and gradients on both sides."""
+    for n in sizes:
         x = (gaussian(n, seed=3) * 100).round() / 8  # all sums are exact, and many are equal
         found = []
         for backend in ("reference", "gpu"):
-            codec = ProgramCodec(bound(text, {}), name="x", backend=backend)
+            codec = ProgramCodec(bound(text, {}), name="x", variant=variant, backend=backend)
             state = codec.init(torch.empty(n), seed=5, stream=3)
             if backend == "gpu":
                 x, state = x.to(DEVICE), moved(state)
-            found.append(codec.encode(x, state).cpu())
-        assert torch.equal(*found), n
+            frame = codec.encode(x, state)
+            out = codec.decode(frame, out=torch.ones_like(x), add=True)
+            found.append([t.cpu() for t in (frame, out, *state.values())])
+        assert all(map(torch.equal, *found)), n
+
+
+@pytest.mark.parametrize("what", thinned(OTHERS, keep=("blocks of numbers and of rows",)))
+def test_a_program_with_blocks_of_other_lengths_means_the_same(what: str) -> None:
+    same_frames(other(what), LENGTHS)
+
+
+SENDERS = {"samples": RANDOM_K, "what a filter took": FILTERED}
+SENDER_CELLS = [(what, feedback) for what in SENDERS for feedback in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("what", "feedback"), thinned(SENDER_CELLS, keep=[(what, True) for what in SENDERS])
+)
+def test_a_program_that_sends_codes_of_blocks_means_the_same(what: str, feedback: bool) -> None:
+    same_frames(SENDERS[what], (1, 8, 504, 523, 40_000), Variant(feedback=feedback))
 
 
 @pytest.mark.parametrize("what", STATES)

@@ -15,7 +15,9 @@ import pytest
 import hipress
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.ir import Kernel
+from hipress.compll.passes.derive import Variant
 from tests.compll.harness import bound
+from tests.compll.length_programs import FILTERED, OTHERS, RANDOM_K, other
 from tests.gpu.contract import EMPTY, OWN, UNEVEN, own
 from tests.grid import thinned
 
@@ -117,6 +119,17 @@ def test_arrays_of_blocks_compile(program: str) -> None:
     """Sorting, gathering and scattering inside a tile, which the interpreter does another way."""
     kernels = compiled(re.sub(r"\w+\.pse", lambda name: str(EXAMPLES / name[0]), program))
     assert all(kernel.asm["cubin"][:4] == b"\x7fELF" for kernel in kernels.values())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "text",
+    [RANDOM_K, FILTERED, *thinned(map(other, OTHERS), keep=[other("largest and back")])],
+    ids=["RANDOM_K", "FILTERED", *OTHERS],
+)
+def test_blocks_of_other_lengths_compile(text: str) -> None:
+    codec = ProgramCodec(bound(text), name="x", backend="gpu", variant=Variant(feedback=True))
+    assert all(kernel.asm["cubin"][:4] == b"\x7fELF" for kernel in kernels_of(codec).values())
 
 
 @needs_compiler

@@ -97,7 +97,7 @@ OPS = {
     "n": "elements of the gradient",
     "idx": "index of this element in the pass's domain; attr is the domain's length",
     "lidx": "index of this element in its block",
-    "ridx": "index in a row of this block; attr is (elements of a block, elements of a row)",
+    "ridx": "index in a row of this block; attr is (the blocks, elements of a row)",
     "bnum": "number of this block",
     "bstart": "index of the block's first element",
     "blen": "elements in this block",
@@ -137,10 +137,20 @@ OPS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """A domain cut into blocks; the values of one `per` scope belong to its blocks."""
+
+    size: int
+    """Elements of a block; the last one may have fewer."""
+    length: Expr
+    """Elements of the domain; a host value."""
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A domain of `count` places for each block; the first `length` of them are in use."""
 
-    block: int
+    block: Blocks
     count: int
     length: Expr
     """The same for the block; `count` at most."""
@@ -155,7 +165,7 @@ class Fold:
     init: Expr
     body: Expr
     length: Expr
-    block: int | None
+    block: Blocks | None
     combine: Expr | None = None
     """For `fold`: the value of f(`carry`, `item`), two const-free leaves below."""
     carry: Expr | None = None
@@ -181,7 +191,7 @@ class Local:
     type: Type
     body: Expr
     """What is kept, scanned or added; whether a filter takes the place; the key of an order."""
-    block: int
+    block: Blocks
     row: Row | None
     """What it goes over, if not the block's elements."""
     room: int
@@ -249,6 +259,7 @@ class Loop:
 
     length: Expr
     block: int | None
+    """Elements of a block, if the domain is cut into blocks."""
     phases: tuple[Phase, ...]
     block_stores: tuple[Store, ...] = ()
     """One value per block, written when the phases are through."""
@@ -460,17 +471,17 @@ def with_blocks(roots: Iterable[Expr]) -> list[Expr]:
     return [*roots, *found]
 
 
-def block_sizes(exprs: Iterable[Expr]) -> set[int]:
-    """Returns the sizes of the blocks that some values are tied to."""
-    sizes: set[int | None] = set()
+def blocks_of(exprs: Iterable[Expr]) -> set[Blocks]:
+    """Returns the blocks that some values are tied to."""
+    found: set[Blocks | None] = set()
     for e in walk(with_blocks(exprs)):
         if e.op in ("lidx", "bnum", "bstart", "blen"):
-            sizes.add(e.attr)
+            found.add(e.attr)
         elif e.op == "ridx":
-            sizes.add(e.attr[0])
+            found.add(e.attr[0])
         elif e.op in ("fold", "local"):
-            sizes.add(e.attr.block)
-    return {size for size in sizes if size is not None}
+            found.add(e.attr.block)
+    return {block for block in found if block is not None}
 
 
 def loads(roots: Iterable[Expr]) -> list[Array]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from hipress.compll import ir
 from hipress.compll.front.graph import ElemType, Graph, convert
-from hipress.compll.ir import Array, Expr
+from hipress.compll.ir import Array, Blocks, Expr
 
 if TYPE_CHECKING:
     from hipress.compll.front.draft import Draft
@@ -93,6 +93,10 @@ class Computed:
     at: Callable[[Expr], Expr]
     distinct: bool = False
     """Whether no two elements can be equal."""
+
+
+class InUse(Computed):
+    """An array as long as the filtered one whose blocks a `per` scope went over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,7 @@ class _FromBlocks:
 
     draft: Draft
     value: Expr
-    size: int
+    block: Blocks
     elem: ElemType
 
     @property
@@ -200,42 +204,42 @@ class _FromBlocks:
 
     def at(self, ix: Expr) -> Expr:
         g = self.draft.graph
-        own = g.block("bnum", self.size) if isinstance(self, PerBlock) else g.idx(self.length)
-        if ix is own and not self.draft.whole:
+        own = g.block("bnum", self.block) if isinstance(self, PerBlock) else g.idx(self.length)
+        if ix is own and not self.draft.whole and self.draft.scope in (None, self.block):
             return self.value
         return g.load(self.draft.stored(self), ix)
 
 
 class PerBlock(_FromBlocks):
-    """One value for each block of the gradient."""
+    """One value for each block."""
 
     @property
     def length(self) -> Expr:
-        return self.draft.blocks(self.size)
+        return self.draft.graph.blocks(self.block)
 
 
 @dataclass(frozen=True, slots=True)
 class InRows(_FromBlocks):
-    """An array with a row of `count` elements for each block of the gradient."""
+    """An array with a row of `count` elements for each block."""
 
     count: int
 
     @property
     def length(self) -> Expr:
         g = self.draft.graph
-        return g.binary("mul", self.draft.blocks(self.size), g.const(self.count))
+        return g.binary("mul", self.draft.graph.blocks(self.block), g.const(self.count))
 
     @property
     def row(self) -> ir.Row:
-        return ir.Row(self.size, self.count, self.draft.graph.const(self.count))
+        return ir.Row(self.block, self.count, self.draft.graph.const(self.count))
 
 
 class InBlocks(_FromBlocks):
-    """An array as long as the gradient, made block by block."""
+    """An array as long as the domain of the blocks, made block by block."""
 
     @property
     def length(self) -> Expr:
-        return self.draft.graph.n
+        return self.block.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,18 +248,18 @@ class Sliced:
 
     graph: Graph
     array: ArrayValue
-    size: int
+    block: Blocks
 
     @property
     def length(self) -> Expr:
-        return self.graph.block("blen", self.size)
+        return self.graph.block("blen", self.block)
 
     @property
     def elem(self) -> ElemType:
         return self.array.elem
 
     def at(self, ix: Expr) -> Expr:
-        return self.array.at(self.graph.binary("add", self.graph.block("bstart", self.size), ix))
+        return self.array.at(self.graph.binary("add", self.graph.block("bstart", self.block), ix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +268,7 @@ class SlicedRow:
 
     graph: Graph
     array: ArrayValue
-    size: int
+    block: Blocks
     count: int
 
     @property
@@ -277,5 +281,5 @@ class SlicedRow:
 
     def at(self, ix: Expr) -> Expr:
         g = self.graph
-        start = g.binary("mul", g.block("bnum", self.size), g.const(self.count))
+        start = g.binary("mul", g.block("bnum", self.block), g.const(self.count))
         return self.array.at(g.binary("add", start, ix))

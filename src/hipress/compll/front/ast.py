@@ -140,8 +140,10 @@ class Return(Node):
 
 @dataclass(frozen=True, slots=True)
 class Per(Node):
-    """`per (block) { ... }`: the statements once for every block of the gradient."""
+    """`per (size) { ... }`, `per (array, size) { ... }`: the statements once for each block."""
 
+    over: Expr | None
+    """The array that is cut into blocks, if not the gradient."""
     size: Expr
     body: tuple[Statement, ...]
 

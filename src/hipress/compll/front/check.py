@@ -17,6 +17,7 @@ from hipress.compll.front.arrays import (
     Computed,
     InBlocks,
     InRows,
+    InUse,
     PerBlock,
     Stored,
 )
@@ -26,7 +27,7 @@ from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, TooDeep, conv
 from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.front.signature import Param, ParamValue, Signature, signature
-from hipress.compll.ir import Array, Expr, Require
+from hipress.compll.ir import Array, Blocks, Expr, Require
 
 MAX_TURNS = 64
 """Most turns of a `repeat`: each is compiled."""
@@ -197,8 +198,8 @@ class _Checker(Expressions):
             if scope is not None and scope is not home and not home.within(scope):
                 self.fail(
                     s,
-                    f"{s.name!r} has one value for the whole gradient; "
-                    "declare a new name inside the per scope",
+                    f"{s.name!r} has one value for all blocks; declare a new name inside the per "
+                    "scope",
                 )
             home.names[s.name] = self.typed(s.value, old.elem, False, s.name, env)
             return
@@ -206,8 +207,7 @@ class _Checker(Expressions):
         made = self.typed(s.value, old.elem, array, s.name, env)
         want = old.length
         if scope is not None and home is not scope and not home.within(scope):
-            assert scope.block is not None
-            left = self._left(made, scope.block)
+            left = self._left(made, scope)
             if left is None:
                 self.fail(s, f"{s.name!r} is declared outside the per scope: {LEAVES}")
             made = left
@@ -259,39 +259,59 @@ class _Checker(Expressions):
                 f"a block has {size.attr} elements; that must be a positive multiple of 8, so "
                 "that packed blocks start on a whole byte",
             )
-        scope = Env(outer=env, block=size.attr)
+        length = self._cut(s, env)
+        block = Blocks(size.attr, self.draft.limits.get(length, length))
+        scope = Env(outer=env, block=block, count=None if length.host else length)
+        self.draft.scope = block
         self.statements(s.body, scope)
         for name, made in scope.names.items():
-            left = self._left(made, size.attr)
+            left = self._left(made, scope)
             if left is None:
                 env.ended.add(name)
                 continue
             old = env.names.get(name)
-            if old is not None and not isinstance(old, PerBlock | InBlocks | InRows):
+            if old is not None and not isinstance(old, PerBlock | InBlocks | InRows | InUse):
                 self.fail(s, f"{name!r} is declared twice")
             env.names[name] = left
+        self.draft.scope = None
 
-    def _left(self, made: Binding, size: int) -> ArrayValue | None:
+    def _cut(self, s: ast.Per, env: Env) -> Expr:
+        """Returns the length of the array that a per scope cuts into blocks."""
+        if s.over is None:
+            return self.graph.n
+        array = self.value(s.over, env)
+        if isinstance(array, Scalar | Func | Struct):
+            self.fail(s.over, f"per cuts an array into blocks; this is {self.what(array)}")
+        if array.length is None:
+            self.fail(s.over, "per cuts an array into blocks; this one has no length yet")
+        return array.length
+
+    def _left(self, made: Binding, scope: Env) -> ArrayValue | None:
         """Returns what a name of a per scope is outside of it: all blocks side by side.
 
         None for what is known inside the scope alone.
         """
+        block = scope.block
+        assert block is not None
         if isinstance(made, Scalar):
-            return PerBlock(self.draft, made.value, size, made.elem)
+            return PerBlock(self.draft, made.value, block, made.elem)
         if isinstance(made, Func | Struct | Unset):
             return None
         g = self.graph
-        if made.length is g.block("blen", size):
-            return InBlocks(self.draft, made.at(g.block("lidx", size)), size, made.elem)
+        if made.length is g.block("blen", block):
+            return InBlocks(self.draft, made.at(g.block("lidx", block)), block, made.elem)
         most = self.draft.capacity(made)
         if most.op != "const" or most.attr <= 0:
             return None
-        index = g.ridx(size, most.attr)
+        index = g.ridx(block, most.attr)
         value = made.at(index)
         if made.length is not most:  # places that are not used are zero
             in_use = g.binary("lt", index, made.length)
             value = g.select(in_use, value, convert(g, g.const(0), made.elem))
-        return InRows(self.draft, value, size, made.elem, most.attr)
+        rows = InRows(self.draft, value, block, made.elem, most.attr)
+        if scope.count is not None and made.length is self.used(scope):
+            return InUse(scope.count, made.elem, rows.at)  # rows without gaps between them
+        return rows
 
     def _part(self, node: ast.Expr, env: Env) -> Part:
         value = self.value(node, env)

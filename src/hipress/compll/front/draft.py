@@ -22,7 +22,7 @@ from hipress.compll.front.arrays import (
     Stored,
 )
 from hipress.compll.front.graph import INT, ElemType, Graph
-from hipress.compll.ir import Array, Expr, Fold, walk
+from hipress.compll.ir import Array, Blocks, Expr, Fold, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Write:
     array: Array
     value: Expr
     length: Expr
-    """The domain; for `block`, the gradient's."""
+    """The domain; for `block` and `row`, that of the blocks."""
     final: bool
     """An output: nothing in this kernel reads it back, so a later pass will do as well."""
     each: str = "element"
     """`element`, `block`, `row` or `scalar`: how many values there are."""
-    block: int | None = None
-    """For `block` and `row`: the block size."""
+    block: Blocks | None = None
+    """For `block` and `row`: the blocks."""
     row: ir.Row | None = None
 
 
@@ -70,6 +70,8 @@ class Draft:
     """Whether values may depend on what a filter took: only those that its own pass writes."""
     whole: bool = False
     """Whether values are being made for a pass that has no blocks."""
+    scope: Blocks | None = None
+    """The blocks of the `per` scope whose values are being made."""
     _stored: dict[object, Array] = field(default_factory=dict)
 
     @contextmanager
@@ -95,10 +97,10 @@ class Draft:
 
         An array made of two uses of another, and so on, would take twice as long at each step.
         """
-        known: dict[tuple[Expr, bool, bool], Expr] = {}
+        known: dict[object, Expr] = {}
 
         def once(ix: Expr) -> Expr:
-            key = (ix, self.whole, self.fusing)
+            key = (ix, self.whole, self.scope, self.fusing)
             if key not in known:
                 known[key] = at(ix)
             return known[key]
@@ -106,14 +108,15 @@ class Draft:
         return once
 
     def element(self, value: ArrayValue, ix: Expr, *beside: Expr) -> Expr:
-        """Returns an element for a pass, from memory where it mixes blocks of two sizes.
+        """Returns an element for a pass, from memory where it mixes blocks of two scopes.
 
         The pass computes the values `beside` too.
         """
         found = value.at(ix)
-        sizes = ir.block_sizes([found, *beside])
-        # Blocks are those of the gradient: over another length a pass has none.
-        if not sizes or (len(sizes) == 1 and (ix.op != "idx" or ix.attr is self.graph.n)):
+        blocks = ir.blocks_of([found, *beside])
+        # A pass over another length has none of these blocks.
+        own = all(ix.op != "idx" or ix.attr is block.length for block in blocks)
+        if own and len(blocks) <= 1:
             return found
         with self.unblocked():
             return value.at(ix)
@@ -148,9 +151,6 @@ class Draft:
         made += [e for s in self.scans if s.array is array for e in s.fold.exprs]
         made += [e for s in self.scatters if s.array is array for e in (s.length, s.index, s.value)]
         return made + [e for s in self.sorts if s.values is array for e in (s.value, s.key)]
-
-    def blocks(self, size: int) -> Expr:
-        return self.graph.blocks(size)
 
     def local(self, made: ir.Local) -> ir.Local:
         """Returns the equal array of a block that was made before, if any."""
@@ -189,23 +189,22 @@ class Draft:
         if isinstance(value, Spread) and value.elem.kind != "uint":
             return self.spread(value)
         if isinstance(value, PerBlock):
-            key: object = ("block", value.value)
+            key: object = ("block", value.value, value.block)
             if key not in self._stored:
                 self._stored[key] = self.temp(value.elem, value.length)
-                self.writes.append(
-                    Write(self._stored[key], value.value, self.graph.n, False, "block", value.size)
-                )
+                self.writes.append(block_write(self._stored[key], value, final=False))
             return self._stored[key]
         if isinstance(value, InRows):
-            key = ("row", value.value, value.count)
+            key = ("row", value.value, value.row)
             if key not in self._stored:
                 self._stored[key] = self.temp(value.elem, value.length)
                 self.writes.append(row_write(self._stored[key], value, final=False))
             return self._stored[key]
-        before, self.whole = self.whole, False  # written by a pass of its own, which has blocks
+        before = self.whole, self.scope
+        self.whole, self.scope = False, None  # written by a pass of its own, which has blocks
         body = self.element(value, self.graph.idx(value.length))
-        self.whole = before
-        key = ("element", body, value.elem)
+        self.whole, self.scope = before
+        key = ("element", body, value.elem, value.length)
         if key not in self._stored:
             self._stored[key] = self.temp(value.elem, value.length)
             self.writes.append(Write(self._stored[key], body, value.length, False))
@@ -250,6 +249,9 @@ class Draft:
         return array
 
 
+def block_write(array: Array, value: PerBlock, *, final: bool) -> Write:
+    return Write(array, value.value, value.block.length, final, "block", value.block)
+
+
 def row_write(array: Array, value: InRows, *, final: bool) -> Write:
-    n = value.draft.graph.n
-    return Write(array, value.value, n, final, "row", value.size, value.row)
+    return Write(array, value.value, value.block.length, final, "row", value.block, value.row)

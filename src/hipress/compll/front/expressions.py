@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from hipress.compll.front import ast, operators
-from hipress.compll.front.arrays import ArrayValue, InBlocks, InRows, Sliced, SlicedRow, Stored
+from hipress.compll.front.arrays import ArrayValue, Computed, Sliced, SlicedRow
 from hipress.compll.front.draft import Draft
 from hipress.compll.front.graph import BOOL, FLOAT, INT, ElemType, TooDeep, convert
 from hipress.compll.front.parse import fail
 from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
-from hipress.compll.ir import Expr
+from hipress.compll.ir import Blocks, Expr
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 MAX_DEPTH = 100
@@ -185,18 +185,33 @@ class Expressions:
         if isinstance(found, Scalar | Func | Struct | Unset):
             return found
         assert scope.block is not None
-        if isinstance(found, InBlocks | InRows) and found.size != scope.block:
-            found = Stored(self.draft, self.draft.stored(found), found.elem)
-        if found.length is self.graph.n:
+        if found.length is scope.count:
+            return self._used_part(found, scope)
+        if found.length is scope.block.length:
             return Sliced(self.graph, found, scope.block)
-        if found.length is self.draft.blocks(scope.block):
+        if found.length is self.graph.blocks(scope.block):
             return Scalar(found.at(self.graph.block("bnum", scope.block)), found.elem)
         count = self._row_count(found.length, scope.block)
         return found if count is None else SlicedRow(self.graph, found, scope.block, count)
 
-    def _row_count(self, length: Expr, block: int) -> int | None:
+    def _used_part(self, array: ArrayValue, scope: Env) -> ArrayValue:
+        """Returns a block's part of a filtered array: a row, of which some elements are in use."""
+        g, block = self.graph, scope.block
+        assert block is not None
+        length, start = self.used(scope), g.block("bstart", block)
+        self.draft.limits[length] = g.const(block.size)
+        return Computed(length, array.elem, lambda ix: array.at(g.binary("add", start, ix)))
+
+    def used(self, scope: Env) -> Expr:
+        """Returns how many elements of a filtered array are in this block."""
+        g = self.graph
+        assert scope.block is not None and scope.count is not None
+        left = g.binary("sub", scope.count, g.block("bstart", scope.block))
+        return g.binary("min", g.binary("max", left, g.const(0)), g.const(scope.block.size))
+
+    def _row_count(self, length: Expr, block: Blocks) -> int | None:
         """Returns the elements for each block of an array that has some for each."""
-        blocks = self.draft.blocks(block)
+        blocks = self.graph.blocks(block)
         if length.op != "mul" or blocks not in length.args:
             return None
         [count] = [a for a in length.args if a is not blocks] or [blocks]
@@ -212,8 +227,7 @@ class Expressions:
         if isinstance(value, Unset) and value.array and value.length is not None:
             length = value.length
             scope = env.per()
-            if scope is not None and length is self.graph.n:
-                assert scope.block is not None
+            if scope is not None and scope.block is not None and length is scope.block.length:
                 length = self.graph.block("blen", scope.block)
         elif isinstance(value, Scalar | Func | Unset):
             self.fail(node, f"only arrays have members, and only .size; this has no {node.field!r}")

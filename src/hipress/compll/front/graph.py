@@ -15,6 +15,7 @@ from hipress.compll.ir import (
     OPS,
     STORAGE_BITS,
     Array,
+    Blocks,
     Expr,
     Filter,
     Fold,
@@ -138,32 +139,31 @@ class Graph:
         bounds = (0, max(0, min(length.hi, MAX_NUMEL)))
         return self.make("idx", type="int", attr=length, bounds=bounds, variance=2)
 
-    def block(self, op: str, size: int) -> Expr:
-        """`lidx`, `bnum`, `bstart` or `blen` of blocks of `size`."""
-        hi = {"lidx": size - 1, "blen": size}.get(op, MAX_NUMEL)
+    def block(self, op: str, block: Blocks) -> Expr:
+        """`lidx`, `bnum`, `bstart` or `blen` of some blocks."""
+        hi = {"lidx": block.size - 1, "blen": block.size}.get(op, MAX_NUMEL)
         variance = 2 if op == "lidx" else 1
-        return self.make(op, type="int", attr=size, bounds=(0, hi), variance=variance)
+        return self.make(op, type="int", attr=block, bounds=(0, hi), variance=variance)
 
-    def blocks(self, size: int) -> Expr:
-        """Returns how many blocks of `size` hold the gradient."""
-        return self.binary(
-            "idiv", self.binary("add", self.n, self.const(size - 1)), self.const(size)
-        )
+    def blocks(self, block: Blocks) -> Expr:
+        """Returns how many blocks there are."""
+        up = self.binary("add", block.length, self.const(block.size - 1))
+        return self.binary("idiv", up, self.const(block.size))
 
-    def ridx(self, size: int, count: int) -> Expr:
-        """Returns the index in a row of `count` places, of which each block of `size` has one."""
-        if count > max(size, MAX_ROOM):
+    def ridx(self, block: Blocks, count: int) -> Expr:
+        """Returns the index in a row of `count` places, of which each block has one."""
+        if count > max(block.size, MAX_ROOM):
             raise TooDeep(
-                f"an array has {count} places in each block of {size} elements; at most {MAX_ROOM} "
-                "are allowed, or as many as the block has elements; make the array shorter, or "
-                "outside the per scope"
+                f"an array has {count} places in each block of {block.size} elements; at most "
+                f"{MAX_ROOM} are allowed, or as many as the block has elements; make the array "
+                "shorter, or outside the per scope"
             )
         bounds = (0, max(count - 1, 0))
-        return self.make("ridx", type="int", attr=(size, count), bounds=bounds, variance=2)
+        return self.make("ridx", type="int", attr=(block, count), bounds=bounds, variance=2)
 
     def local(self, local: Local, index: Expr) -> Expr:
         if local.kind in ("filter", "sort", "largest"):
-            most = local.block if local.row is None else local.row.count
+            most = local.block.size if local.row is None else local.row.count
             bounds = (0, max(most - 1, 0))
         else:
             bounds = (local.body.lo, local.body.hi)
@@ -253,7 +253,7 @@ class Graph:
                 small = self.binary("min", self.const(float(limit.attr)), value.args[0])
                 return self.make("int", small, type="int", bounds=(value.lo, limit.attr))
         if op == "add" and {a.op, b.op} == {"bstart", "lidx"}:
-            return self.idx(self.n)
+            return self.idx(a.attr.length)
         if op == "add" and b.op == "ridx" and a.op == "mul" and a.args[0].op == "bnum":
             if b.attr == (a.args[0].attr, a.args[1].attr):
                 return self.idx(self.binary("mul", self.blocks(b.attr[0]), a.args[1]))

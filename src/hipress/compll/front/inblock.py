@@ -23,7 +23,7 @@ from hipress.compll.front.arrays import (
 )
 from hipress.compll.front.graph import INT, MAX_ROOM, ElemType, convert
 from hipress.compll.front.scope import Binding, Env
-from hipress.compll.ir import Expr, Local, Row
+from hipress.compll.ir import Blocks, Expr, Local, Row
 
 if TYPE_CHECKING:
     from hipress.compll.front.expressions import Expressions
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 class Domain:
     """What an operator goes over: the elements of the block, or a row."""
 
-    def __init__(self, checker: Expressions, block: int, row: Row | None) -> None:
+    def __init__(self, checker: Expressions, block: Blocks, row: Row | None) -> None:
         g = checker.graph
         self.checker, self.block, self.row = checker, block, row
-        self.room = block if row is None else row.count
+        self.room = block.size if row is None else row.count
         self.length = g.block("blen", block) if row is None else row.length
         self.ix = g.block("lidx", block) if row is None else g.ridx(block, row.count)
 
@@ -67,7 +67,7 @@ def domain(
     fixed = most.op == "const"
     if not (own and fixed and most.attr <= MAX_ROOM):
         probe = checker.graph.idx(most)
-        if not ir.block_sizes([length, *(at(probe) for at in (array.at, *more))]):
+        if not ir.blocks_of([length, *(at(probe) for at in (array.at, *more))]):
             return None
     if not fixed:
         checker.fail(
@@ -113,7 +113,7 @@ def elsewhere(checker: Expressions, array: ArrayValue) -> ArrayValue:
     """
     if not isinstance(array, Sliced):
         return array
-    over = Domain(checker, array.size, None)
+    over = Domain(checker, array.block, None)
     loads = ir.loads(ir.with_blocks([array.at(over.ix)]))
     return kept(checker, over, array) if any(a.is_state for a in loads) else array
 
@@ -134,8 +134,8 @@ def filtered(
     g = checker.graph
     places = over.local("filter", cond, room)
     one = g.to_int(cond)
-    number = ir.Fold("sum", "int", g.const(0), one, g.n, over.block, row=over.row)
-    key = ("sum", "int", number.init, one, g.n, over.block, None, over.row)
+    number = ir.Fold("sum", "int", g.const(0), one, over.block.length, over.block, row=over.row)
+    key = ("sum", "int", number.init, one, over.block.length, over.block, None, over.row)
     count = g.fold(checker.draft.folds.setdefault(key, number))
     return taken(checker, array, places, g.binary("min", count, g.const(room)))
 
@@ -174,7 +174,7 @@ def scattered(
     g = checker.graph
     if size.op not in ("const", "blen"):
         checker.fail(node, "the size of a scatter in a per scope is that of the block, or fixed")
-    room = size.attr
+    room = size.hi
     g.ridx(over.block, room)  # refuses a size beyond that of a row
     added = value.at(over.ix)
     local = over.local("scatter", added, room, index=index.at(over.ix), size=size)

@@ -24,7 +24,7 @@ from hipress.compll.front.arrays import (
 from hipress.compll.front.associative import counter_example
 from hipress.compll.front.graph import FLOAT, INT, ElemType, convert
 from hipress.compll.front.scope import Binding, Env, Scalar
-from hipress.compll.ir import RANDOM, Expr, Filter, Fold, Require, Sort, block_sizes, walk
+from hipress.compll.ir import RANDOM, Expr, Filter, Fold, Require, Sort, blocks_of, walk
 
 if TYPE_CHECKING:
     from hipress.compll.front.expressions import Expressions
@@ -144,7 +144,7 @@ def _fits_filter(checker: Expressions, kept: Kept) -> bool:
     What needs the filter's own result, or a block's values, is computed after that pass.
     """
     value = kept.element
-    return not (block_sizes([value]) or checker.draft.depends(value, kept.filter))
+    return not (blocks_of([value]) or checker.draft.depends(value, kept.filter))
 
 
 def range_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
@@ -188,7 +188,7 @@ def _folding(
     }
     kind = kinds.get(combine, "fold")
     block, row = (None, None) if over is None else (over.block, over.row)
-    length = g.n if block is not None else array.length
+    length = array.length if block is None else block.length
     own = {"combine": combine, "carry": carry, "item": item} if kind == "fold" else {}
     fold = Fold(kind, body.type, init, body, length, block, row=row, **own)  # type: ignore[arg-type]
     return fold, elem, over
@@ -331,7 +331,9 @@ def first_(checker: Expressions, node: ast.Call, env: Env) -> Binding:
         checker.draft.requires.append(
             Require(g.logic("land", low, high), "a count is larger than the room it was given")
         )
-    if env.per() is not None or not checker.draft.enforces:  # it must not run past the array
+    if count.op == "count" and checker.draft.limits[count] is array.length:
+        pass  # a filter with this capacity let through no more
+    elif env.per() is not None or not checker.draft.enforces:  # it must not run past the array
         count = g.binary("min", g.binary("max", count, g.const(0)), array.length)
     if not count.host:
         checker.draft.limits[count] = most

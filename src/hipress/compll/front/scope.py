@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hipress.compll.front import ast
 from hipress.compll.front.arrays import ArrayValue
 from hipress.compll.front.graph import ElemType
-from hipress.compll.ir import Expr
+from hipress.compll.ir import Blocks, Expr
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,12 @@ class Env:
 
     names: dict[str, Binding] = field(default_factory=dict)
     outer: Env | None = None
-    block: int | None = None
-    """The block size, inside a `per` scope."""
+    block: Blocks | None = None
+    """The blocks of a `per` scope."""
     ended: set[str] = field(default_factory=set)
     """Names that were known inside a `per` scope alone."""
+    count: Expr | None = None
+    """In a `per` scope over a filtered array: its length, of which the blocks hold the capacity."""
 
     def scopes(self) -> Iterator[Env]:
         """Yields this scope and those around it, from the inside out."""
@@ -70,7 +72,7 @@ class Env:
     def frozen(self) -> Env:
         """Returns a copy that later assignments do not reach."""
         outer = None if self.outer is None else self.outer.frozen()
-        return Env(dict(self.names), outer, self.block, self.ended)
+        return Env(dict(self.names), outer, self.block, self.ended, self.count)
 
     def within(self, scope: Env) -> bool:
         return any(env is scope for env in self.scopes())

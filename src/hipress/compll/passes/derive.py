@@ -26,7 +26,7 @@ from hipress.compll.front.arrays import (
     byte_of,
 )
 from hipress.compll.front.check import Part
-from hipress.compll.front.draft import Draft, Write, row_write
+from hipress.compll.front.draft import Draft, Write, block_write, row_write
 from hipress.compll.front.graph import FLOAT, Graph, TooDeep, convert
 from hipress.compll.front.signature import ParamValue, Signature, signature
 from hipress.compll.ir import Array, Expr, Kernel, loads
@@ -308,7 +308,7 @@ def _section(draft: Draft, k: int, part: Part) -> ir.Section:
     if isinstance(value, Kept) and not packed:
         draft.emits.append((value.filter, array, value.element))
     elif isinstance(value, PerBlock) and not packed:
-        draft.writes.append(Write(array, value.value, g.n, True, "block", value.size))
+        draft.writes.append(block_write(array, value, final=True))
     elif isinstance(value, InRows) and not ir.splits_bytes(array, value.count):
         draft.writes.append(row_write(array, value, final=True))
     elif isinstance(value, Spread) and value.elem.kind == "float":

@@ -53,17 +53,17 @@ def _num_loops(p: ir.Pass) -> int:
     return len(p.locals) + sum(1 for phase in p.phases if phase.folds or phase.stores)
 
 
-def block_of(exprs: Iterable[Expr]) -> int | None:
-    sizes = ir.block_sizes(exprs)
-    assert len(sizes) <= 1, "blocks of two sizes in one value"
-    return next(iter(sizes), None)
+def block_of(exprs: Iterable[Expr]) -> ir.Blocks | None:
+    found = ir.blocks_of(exprs)
+    assert len(found) <= 1, "blocks of two scopes in one value"
+    return next(iter(found), None)
 
 
 @dataclass(eq=False)
 class _Open:
     level: int
     length: Expr
-    block: int | None = None
+    block: ir.Blocks | None = None
     filter: ir.Filter | None = None
     folds: list[Fold] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
@@ -192,7 +192,7 @@ class _Scheduler:
         self.open.append(_Open(level, fold.length, block, folds=[fold]))
 
     @staticmethod
-    def _joins(p: _Open, length: Expr, block: int | None) -> bool:
+    def _joins(p: _Open, length: Expr, block: ir.Blocks | None) -> bool:
         if p.length is not length:
             return False
         if p.filter is not None:
@@ -318,7 +318,8 @@ class _Scheduler:
             for level in range(last + 1)
         ]
         kept = tuple(ph for ph in phases if ph.folds or ph.stores or ph.locals)
-        return ir.Loop(p.length, p.block, kept, tuple(p.block_stores), tuple(p.row_stores))
+        size = None if p.block is None else p.block.size
+        return ir.Loop(p.length, size, kept, tuple(p.block_stores), tuple(p.row_stores))
 
 
 def _drop_unread(draft: Draft) -> None:

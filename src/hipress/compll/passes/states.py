@@ -1,7 +1,7 @@
 """What states become: each is written once, behind all that reads its old value.
 
-A state of the gradient's length, or with a value or a row for each block, is written by a pass over
-the gradient; any other by a pass over its own length. `schedule` puts the latter last.
+A state with a value or a row for each block is written by the pass over the blocks, any other by a
+pass over its own length. `schedule` puts those over the gradient first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hipress.compll import ir
 from hipress.compll.front.arrays import ArrayValue, InRows, PerBlock
-from hipress.compll.front.draft import Draft, Write, row_write
+from hipress.compll.front.draft import Draft, Write, block_write, row_write
 from hipress.compll.front.graph import FLOAT, INT, Graph
 from hipress.compll.front.scope import Scalar
 from hipress.compll.ir import Array, Expr, Fold, walk
@@ -25,18 +25,23 @@ def new_states(
     """Returns what states are after a step; `value` is the element that is encoded."""
     g = draft.graph
     made: list[Write] = []
+
+    def beside(length: Expr) -> list[Expr]:
+        """Returns what the pass over these elements computes, which has blocks of one scope."""
+        return [value] * (length is g.n) + [w.value for w in made if w.length is length]
+
     for array, final in states:
-        beside = [value, *(w.value for w in made if w.length is g.n)]
         if isinstance(final, Scalar):
             made.append(Write(array, final.value, array.length, True))
-        elif isinstance(final, PerBlock) and len(ir.block_sizes([final.value, *beside])) == 1:
-            made.append(Write(array, final.value, g.n, True, "block", final.size))
-        elif isinstance(final, InRows) and len(ir.block_sizes([final.value, *beside])) == 1:
-            made.append(row_write(array, final, final=True))
-        else:
-            with draft.fused(fuse and array.length is g.n):
-                new = draft.element(final, g.idx(array.length), *beside)
-            made.append(Write(array, new, array.length, True))
+            continue
+        if isinstance(final, PerBlock | InRows):
+            if ir.blocks_of([final.value, *beside(final.block.length)]) == {final.block}:
+                of_block = row_write if isinstance(final, InRows) else block_write
+                made.append(of_block(array, final, final=True))  # type: ignore[arg-type]
+                continue
+        with draft.fused(fuse and array.length is g.n):
+            new = draft.element(final, g.idx(array.length), *beside(array.length))
+        made.append(Write(array, new, array.length, True))
     return made
 
 
@@ -114,7 +119,7 @@ def _is_written(draft: Draft, new: Expr, flag: Fold) -> Expr:
     late += [e for e in values if is_int and e.op in ("pick", "count", "taken")]
     blocks = {e.attr.block for e in values if is_int and e.op in ("fold", "local")}
     bad = g.const(False)
-    if late:
+    if late or any(block.length is not g.n for block in blocks):
         bad = g.fold(flag)
     elif blocks:
         [block] = blocks
