@@ -151,6 +151,41 @@ def test_no_number_hides_a_nan(what: str, backend: str) -> None:
     assert not np.array_equal(want[0][kept], held[0][kept])
 
 
+OTHER_BLOCKS = """
+void XEncode(float* g, inout int order[g.size / 2], inout int most[blocks(g.size / 2, 8)],
+             inout int turns[g.size / 2], uint8* c) {
+    float* v = map(range(g.size / 2), [&](int i) -> float { return g[2 * i]; });
+    per (v, 8) {
+        int top = reduce(map(v, [&](float x) -> int { return x > 2.0; }), most, max);
+        order = map(sort(v), [&](float x) -> int { return 8 * x + top; });
+    }
+    most = top;
+    per (turns, 8) {
+        int last = reduce(turns, 0, max);
+        turns = map(turns, [&](int t) -> int { return last + 1; });
+    }
+    c = concat(g);
+}"""
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_no_number_of_other_blocks_hides_a_nan(backend: str) -> None:
+    """What is made of the gradient is kept, as any element may be in it; the rest goes on."""
+    made = bound(OTHER_BLOCKS + DECODE)
+    x = np.arange(40, dtype=F32) / 8
+    _, _, held = encode(made, backend, x, [np.zeros(m, np.int64) for m in (20, 3, 20)])
+    assert held[0].tolist() == [2 * i + (i >= 8) for i in range(20)]
+    assert held[1].tolist() == [0, 1, 1]
+    for bad in (np.nan, np.inf, -np.inf):
+        later = x + F32(4.5)
+        later[18] = bad
+        flag, _, after = encode(made, backend, later, held)
+        assert flag
+        for new, old in zip(after[:2], held[:2], strict=True):
+            np.testing.assert_array_equal(new, old)
+        assert after[2].tolist() == [2] * 20
+
+
 def codec(what: str, backend: str | None = None) -> ProgramCodec:
     return ProgramCodec(bound(STATES[what] + DECODE), name="x", backend=backend)
 

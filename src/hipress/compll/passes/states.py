@@ -118,8 +118,10 @@ def _is_written(draft: Draft, new: Expr, flag: Fold) -> Expr:
     late += [e for e in loads if e.attr.name.startswith("temp") or not ir.is_own(e)]
     late += [e for e in values if is_int and e.op in ("pick", "count", "taken")]
     blocks = {e.attr.block for e in values if is_int and e.op in ("fold", "local")}
+    # Blocks of another array read the gradient at other indices, which is late.
+    blocks = {block for block in blocks if block is not None and block.length is g.n}
     bad = g.const(False)
-    if late or any(block.length is not g.n for block in blocks):
+    if late:
         bad = g.fold(flag)
     elif blocks:
         [block] = blocks
