@@ -70,17 +70,21 @@ class _Late:
 def test_finds_the_rate_and_the_delay_of_links_and_tells_all_ranks_alike(monkeypatch):
     """Catches: bytes counted twice or once too few, a round trip taken for one way."""
     monkeypatch.setattr(harness, "Loopback", SlowLoopback)
-    found = run(3, lambda engine, rank: links.measure(engine, budget_s=0.5), hub=SlowHub(3))
-    assert found[0] == found[1] == found[2]
-    network = found[0]
-    assert isinstance(network, Network) and network.hosts == (0, 0, 0)
+    # A machine that stands still for a moment spoils one measurement, a wrong count all of them.
+    for _ in range(5):
+        found = run(3, lambda engine, rank: links.measure(engine, budget_s=0.5), hub=SlowHub(3))
+        assert found[0] == found[1] == found[2]
+        network = found[0]
+        assert isinstance(network, Network) and network.hosts == (0, 0, 0)
+        assert {(pair.sender, pair.receiver) for pair in network.pairs} == {
+            (a, b) for a in range(3) for b in range(3) if a != b
+        }
+        rates = [pair.bytes_per_s for pair in network.pairs]
+        if rates == pytest.approx([RATE] * 6, rel=0.4):
+            break
+    assert rates == pytest.approx([RATE] * 6, rel=0.4)
     assert network.bytes_per_s == pytest.approx(RATE, rel=0.3)
     assert network.latency_s == pytest.approx(DELAY_S, rel=0.5)
-    assert {(pair.sender, pair.receiver) for pair in network.pairs} == {
-        (a, b) for a in range(3) for b in range(3) if a != b
-    }
-    for pair in network.pairs:
-        assert pair.bytes_per_s == pytest.approx(RATE, rel=0.4)
     assert network.all_reduce.at(2**20) > 0 and network.byte_work_s > 0
     assert network.local_bytes_per_s == network.bytes_per_s  # one host
 
