@@ -307,6 +307,10 @@ WRONG: dict[str, tuple[str, str]] = {
         encoder("per (@12) { float s = g[0]; }"),
         "a block has 12 elements; that must be a positive multiple of 8",
     ),
+    "a block too large for memory": (
+        encoder("per (@2147483648) { float s = g[0]; }"),
+        "a block has 2147483648 elements, of which arrays are held in memory at once",
+    ),
     "a block of none": (encoder("per (@0) { float s = g[0]; }"), "a block has 0 elements"),
     "a block that varies": (
         encoder("per (@g.size) { float s = g[0]; }"),

@@ -44,7 +44,7 @@ LOST_S = 5.0
 """How long the others are waited for after that, to name those that are gone."""
 CONNECT = "connect with the other ranks"
 UNCONNECTED = "unconnected"
-"""Key in the store: a rank could not connect."""
+"""Key in the store: which rank could not connect, and why."""
 
 _engines: dict[tuple[int, torch.device], Engine] = {}
 """Engines by the id of the group and the device, until the group is gone. Groups are not kept
@@ -332,10 +332,11 @@ def _make(group: ProcessGroup, device: torch.device, options: Options | None, se
     except dist.DistNetworkError as error:
         raise lost_store(rank, error) from error
     except (TimeoutError, RuntimeError) as error:
+        with suppress(RuntimeError):
+            if not store.check([UNCONNECTED]):
+                store.set(UNCONNECTED, f"rank {rank}: {first_line(error)}")
         if isinstance(error, RuntimeError) and not _is_unconnected(error):
             raise
-        with in_the_store(rank):
-            store.set(UNCONNECTED, "")
         # Those that are still there name the others.
         lost = Agreement(dist.distributed_c10d.PrefixStore("lost", store), rank, len(ranks), LOST_S)
         lost.agree(CONNECT, {})
@@ -378,7 +379,7 @@ def _connected(
 
     def check() -> None:
         if store.check([UNCONNECTED]):
-            raise TimeoutError("another rank could not")
+            raise TimeoutError(store.get(UNCONNECTED).decode())
 
     threading.Thread(target=run, name="hipress-connect", daemon=True).start()
     deadline = time.monotonic() + limit_s

@@ -93,7 +93,8 @@ class Agreement:
             else:
                 verdict = self._verdict(base, what)
                 if verdict["error"] is not None:
-                    self._store.set(f"{base}/read/{self._rank}", "")
+                    with suppress(RuntimeError):  # rank 0 may be gone: what it wrote is known here
+                        self._store.set(f"{base}/read/{self._rank}", "")
         if verdict["error"] is None:
             return list(verdict["shared"])
         kind = AgreementError if verdict["differ"] else PeerError

@@ -29,6 +29,8 @@ from hipress.compll.front.scope import Binding, Env, Func, Scalar, Struct, Unset
 from hipress.compll.front.signature import Param, ParamValue, Signature, signature
 from hipress.compll.ir import Array, Blocks, Expr, Require
 
+MAX_BLOCK = 2**24
+"""Most elements of a block; each thread holds arrays of a block."""
 MAX_TURNS = 64
 """Most turns of a `repeat`: each is compiled."""
 
@@ -258,6 +260,12 @@ class _Checker(Expressions):
                 s.size,
                 f"a block has {size.attr} elements; that must be a positive multiple of 8, so "
                 "that packed blocks start on a whole byte",
+            )
+        if size.attr > MAX_BLOCK:
+            self.fail(
+                s.size,
+                f"a block has {size.attr} elements, of which arrays are held in memory at once; "
+                f"at most {MAX_BLOCK} are allowed",
             )
         length = self._cut(s, env)
         block = Blocks(size.attr, self.draft.limits.get(length, length))
