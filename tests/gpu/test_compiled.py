@@ -16,9 +16,10 @@ import hipress
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.ir import Kernel
 from hipress.compll.passes.derive import Variant
+from tests.compll.block_programs import BODIES
 from tests.compll.harness import bound
 from tests.compll.length_programs import FILTERED, OTHERS, RANDOM_K, other
-from tests.gpu.contract import EMPTY, OWN, UNEVEN, own
+from tests.gpu.contract import EMPTY, OWN, UNEVEN, block_program, own
 from tests.grid import thinned
 
 ARCHITECTURE = 90
@@ -129,6 +130,15 @@ def test_arrays_of_blocks_compile(program: str) -> None:
 )
 def test_blocks_of_other_lengths_compile(text: str) -> None:
     codec = ProgramCodec(bound(text), name="x", backend="gpu", variant=Variant(feedback=True))
+    assert all(kernel.asm["cubin"][:4] == b"\x7fELF" for kernel in kernels_of(codec).values())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "what", thinned(BODIES, keep=["a row longer than the block, with little room"])
+)
+def test_programs_of_blocks_compile(what: str) -> None:
+    codec = ProgramCodec(bound(block_program(BODIES[what])), name="x", backend="gpu")
     assert all(kernel.asm["cubin"][:4] == b"\x7fELF" for kernel in kernels_of(codec).values())
 
 

@@ -14,7 +14,7 @@ from hipress.session.buckets import Gradient, grouped
 from hipress.session.mode import Mode
 from hipress.session.selection import NONE, Choice
 from hipress.session.session import Session, Settings
-from hipress.torch.ddp import flat
+from hipress.torch.optim import flat
 
 
 def gradient(name, codec, numel=8, rate_group=None):

@@ -24,6 +24,7 @@ from hipress.session import Adapter, GradientSpec, Mode, Session, StepObserver
 from hipress.session.selection import takes
 from hipress.session.timing import GradientTimer
 from hipress.torch import optimizer_checks
+from hipress.torch.optim import flat
 from hipress.torch.watchdog import PATIENCE_S, Watchdog
 
 if TYPE_CHECKING:
@@ -447,14 +448,6 @@ def sparse_names(model: nn.Module) -> frozenset[str]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             found.add(clean(f"{prefix}.weight" if prefix else "weight"))
     return frozenset(found)
-
-
-def flat(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the elements in the order in which DDP's buckets hold the gradient."""
-    parameter = parameter.detach()
-    if parameter.is_contiguous():
-        return parameter.view(-1)
-    return torch.as_strided(parameter, (parameter.numel(),), (1,), parameter.storage_offset())
 
 
 def _untraced(function: Callable[..., None]) -> Any:

@@ -34,6 +34,12 @@ def element(tile: Tile, e: Expr, index: str) -> str:
             return f"_partner({name}, {step})"  # compiles five times faster than a gather
     spread = f"tl.broadcast_to({cast(f'({index})', 'i32')}, [{tile.rows}, {columns.width}])"
     inside = f"tl.minimum(tl.maximum({spread}, 0), {own.width - 1})"
+    if own.width < columns.width:
+        # Triton 3.6 aborts when it compiles a gather from fewer columns than it writes, so the
+        # source is repeated first.
+        times = columns.width // own.width
+        repeated = f"tl.broadcast_to({name}[:, None, :], [{tile.rows}, {times}, {own.width}])"
+        name = f"tl.reshape({repeated}, [{tile.rows}, {columns.width}])"
     return f"tl.gather({name}, {inside}, 1)"
 
 
