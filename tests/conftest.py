@@ -36,6 +36,7 @@ rest of these files, `test_policy.py`, `test_nothing_is_lost.py`, `test_attach.p
 JOBS = (
     *RANKS,
     "tests/torch/test_attach.py",
+    "tests/torch/test_momentum_ranks.py",
     "tests/session/test_checkpoint.py",
     "tests/session/test_numpy_door.py",
     "tests/casync/test_distributed.py",

@@ -644,7 +644,7 @@ def test_what_is_owed_must_fit_the_model(caplog):
     exchange = SimpleNamespace(gradients=gradients, untrained=frozenset({"frozen"}))
 
     def owed(**values):
-        return checkpoint._owed(exchange, {"gradients": {}, "owed": values})
+        return checkpoint._owed(exchange, {"gradients": {}, "owed": values}, "owed")
 
     assert list(owed(w=torch.ones(4), frozen=torch.ones(9))) == ["w"]
     assert "the unsent state of 'frozen' is ignored" in caplog.text

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hipress
+import hipress.torch
 from hipress.session.buckets import applies_decay, has_momentum
 from hipress.torch.optimizer_checks import warnings
 
@@ -53,7 +54,7 @@ def test_an_adaptive_optimizer_beside_momentum(kind):
     weight = parameter()
     (sentence,) = said(kind([weight], lr=0.1, weight_decay=0.1), [weight], "dgc(ratio=0.1)")
     assert f"{kind.__name__} averages gradients again (betas=(0.9, 0.999))" in sentence
-    assert "onebit, int8 or topk, or SGD" in sentence
+    assert f"int8, or hipress.torch.{kind.__name__} with onebit or topk, or SGD" in sentence
 
 
 def test_weight_decay_after_the_codec():
@@ -80,7 +81,7 @@ def test_weight_decay_twice():
     "make",
     [
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: hipress.torch.AdamW(p, lr=0.1),
     ],
     ids=["SGD", "AdamW"],
 )
@@ -88,6 +89,19 @@ def test_nothing_is_said_of_codecs_without_momentum(codec, make):
     """Catches: warnings that cry wolf."""
     weight = parameter()
     assert said(make([weight]), [weight], codec) == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
+def test_torchs_adam_beside_codecs_that_lose_sizes(kind):
+    """Catches: a codec with which Adam learns little, unsaid; a warning of one that is safe."""
+    weight = parameter()
+    own = "Adam" if kind is torch.optim.Adam else "AdamW"
+    for codec in ("onebit", "topk(ratio=0.1)", "terngrad"):
+        (sentence,) = said(kind([weight], lr=0.1), [weight], codec)
+        assert f"Use hipress.torch.{own} in place of {kind.__name__}" in sentence
+        assert codec in sentence and "int8" in sentence
+    for codec in ("int8", "bf16", "none"):
+        assert said(kind([weight], lr=0.1), [weight], codec) == []
 
 
 def test_only_groups_with_compressed_parameters_count():

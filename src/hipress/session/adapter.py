@@ -90,6 +90,41 @@ class Adapter:
         """Returns whether the optimizer is known to apply momentum to all these gradients."""
         return False
 
+    # What an optimizer wants exchanged in place of gradients.
+
+    def offers_momentum(self, name: str) -> bool:
+        """Returns whether the optimizer can have its momentum exchanged in place of a gradient."""
+        return False
+
+    def momentum_facts(self) -> dict[str, Any]:
+        """Returns what must be the same on all ranks where momentum is exchanged.
+
+        Raises:
+            UsageError: The optimizer cannot have its momentum exchanged with its options.
+        """
+        return {}
+
+    def momentum_warmup(self) -> int:
+        """Returns how many steps must pass before momentum is exchanged."""
+        return 0
+
+    def wants_gradients(self, names: Sequence[str]) -> bool:
+        """Returns whether this step exchanges these gradients and not their momentum.
+
+        The answer must be the same on all ranks.
+        """
+        return True
+
+    def make_momentum(self, name: str, gradient: torch.Tensor, scale: float) -> None:
+        """Turns this rank's gradient, flat, into the momentum that it sends, in place."""
+
+    def known_momentum(self, name: str, scale: float) -> torch.Tensor:
+        """Returns the part of `make_momentum` that all ranks know, flat."""
+        raise NotImplementedError("this adapter does not exchange momentum")
+
+    def note_exchanged(self, names: Sequence[str], *, is_momentum: bool) -> None:
+        """Takes note of what the optimizer receives for these gradients in this step."""
+
     def note_means(self, names: Sequence[str]) -> None:
         """Takes note that the means of a step have been handed out.
 

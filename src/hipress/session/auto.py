@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.transport import LinkError
+from hipress.codecs.table import codec as named_codec
 from hipress.errors import AgreementError, PeerError, UsageError
 from hipress.plan import Plan
 from hipress.session.mode import Mode
@@ -108,6 +109,9 @@ class Auto:
         """Begins; gradients are registered."""
         engine = session.engine
         steps = max(self._limits.first_steps, session.settings.warmup_steps)
+        if any(not named_codec(name).keeps_sizes for name in self._planner.codecs):
+            # Until then gradients are exchanged, whose times would say nothing about the momentum.
+            steps = max(steps, session.adapter.momentum_warmup())
         self._limits = replace(self._limits, first_steps=steps)
         self._directive = first_directive(steps)
         self._left = steps

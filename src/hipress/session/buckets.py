@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hipress.casync.graphs import grouping
 from hipress.casync.graphs.partitions import Placement
@@ -25,6 +26,8 @@ class Gradient:
     choice: Choice
     placements: tuple[Placement, ...]
     """Its partitions and their routes; empty if it is not compressed."""
+    sends_momentum: bool = False
+    """Whether the codec works on the optimizer's momentum in place of the gradient."""
 
     @property
     def name(self) -> str:
@@ -57,6 +60,16 @@ class Group:
     def names(self) -> tuple[str, ...]:
         """The names of the gradients."""
         return tuple(gradient.name for gradient in self.gradients)
+
+    @property
+    def sends_momentum(self) -> bool:
+        """Whether the codec works on the optimizer's momentum in place of the gradients."""
+        return self.gradients[0].sends_momentum
+
+    @cached_property
+    def refresh_names(self) -> tuple[str, ...]:
+        """Names under which the gradients themselves are exchanged, so that both keep buffers."""
+        return tuple(f"{name} (gradient)" for name in self.names)
 
     @property
     def wants_rate(self) -> bool:
@@ -112,6 +125,7 @@ def grouped(gradients: Sequence[Gradient]) -> tuple[Group, ...]:
             rate=spec.rate_group if has_momentum(choice.codec) else None,
             bulk=choice.bulk,
             order=choice.order,
+            sends_momentum=item[0].sends_momentum,
         )
 
     groups = []

@@ -7,6 +7,7 @@
                 element lies on one rank
     mean        name: the sum of all of it over ranks, for a run with another number of ranks
     owed        name: what every rank adds to its next gradient besides; mostly zero
+    owed_momentum   name: the same for what is exchanged in place of the gradient
 
 Everything is stored by element, nothing by chunk or bucket, because the cutting of gradients may
 change between runs.
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hipress")
 
 VERSION = 1
+OWED_MOMENTUM = "owed_momentum"
 UNSENT = ("residual", "added_residual")
 """State that was not sent yet and must be; other state is an average of the past."""
 
@@ -82,6 +84,9 @@ def save(session: Session) -> dict[str, Any]:
         "shared": {},
         "mean": {},
         "owed": {name: owed.to("cpu", copy=True) for name, owed in session.owed.items()},
+        OWED_MOMENTUM: {
+            name: owed.to("cpu", copy=True) for name, owed in session.owed.momentum.items()
+        },
     }
     if not session.is_open:
         return found if session.loaded is None else session.loaded
@@ -102,6 +107,7 @@ def save(session: Session) -> dict[str, Any]:
             "numel": gradient.numel,
             "codec": choice.codec.name,
             "strategy": choice.strategy,
+            "sends_momentum": gradient.sends_momentum,
         }
         workers, shared, mean = _gathered(session, engine, gradient)
         for rank, state in enumerate(workers):
@@ -109,6 +115,8 @@ def save(session: Session) -> dict[str, Any]:
         found["shared"][name] = shared
         # Always there: DCP loads what a fresh run would save.
         found["owed"].setdefault(name, torch.zeros(gradient.numel))
+        if gradient.sends_momentum:
+            found[OWED_MOMENTUM].setdefault(name, torch.zeros(gradient.numel))
         found["mean"][name] = mean
     return found if session.auto is None else _without_plan(session, found)
 
@@ -124,9 +132,14 @@ def _without_plan(session: Session, state: dict[str, Any]) -> dict[str, Any]:
         if session.rules.choice(gradient.spec).reason:
             continue  # no plan compresses it
         # Always present: DCP loads what a fresh run would save.
-        owed = state["owed"].setdefault(name, torch.zeros(gradient.numel))
+        owed = state["owed"]
+        owed.setdefault(name, torch.zeros(gradient.numel))
+        if session.adapter.offers_momentum(name):
+            state[OWED_MOMENTUM].setdefault(name, torch.zeros(gradient.numel))
+        if gradient.sends_momentum:
+            owed = state[OWED_MOMENTUM]
         if (left := state["mean"].get(name, {}).get("residual")) is not None:
-            state["owed"][name] = owed + left
+            owed[name] = owed[name] + left
     state["mean"] = {}
     return state
 
@@ -142,11 +155,13 @@ def load(session: Session, state: dict[str, Any]) -> None:
         return
     problem: Exception | None = None
     owed: dict[str, torch.Tensor] = {}
+    momentum: dict[str, torch.Tensor] = {}
     try:
         _check(state)
         for name, facts in state["gradients"].items() if session.gradients else ():
             _check_fit(session, state, name, facts)
-        owed = _owed(session, state)
+        owed = _owed(session, state, "owed")
+        momentum = _owed(session, state, OWED_MOMENTUM)
     except UsageError as error:
         problem = error
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -168,6 +183,9 @@ def load(session: Session, state: dict[str, Any]) -> None:
     session.rates = {}
     session.owed.clear()
     session.owed.update(owed)
+    session.owed.momentum = {}
+    for name, one in momentum.items():
+        owe_momentum(session, name, one)
     session.loaded = state
     if session.is_open:
         session.engine.states.clear()
@@ -187,12 +205,14 @@ def restore(session: Session, gradient: Gradient) -> None:
     choice = gradient.choice
     same = (choice.codec.name, choice.strategy) == (facts["codec"], facts["strategy"])
     same = same and state["world_size"] == engine.transport.num_ranks
+    same = same and facts.get("sends_momentum", False) == gradient.sends_momentum
     if strategies.get(choice.strategy).has_host_stages:
         same = same and state["hosts"] == _hosts(engine)
     if same:
         _restore_exactly(engine, gradient, state)
     else:
-        _share_out(session, engine, gradient, state["mean"][name])
+        is_momentum = bool(facts.get("sends_momentum", False))
+        _share_out(session, engine, gradient, state["mean"][name], is_momentum)
 
 
 def _restore_exactly(engine: Engine, gradient: Gradient, state: dict[str, Any]) -> None:
@@ -207,14 +227,34 @@ def _restore_exactly(engine: Engine, gradient: Gradient, state: dict[str, Any]) 
 
 
 def _share_out(
-    session: Session, engine: Engine, gradient: Gradient, mean: dict[str, torch.Tensor]
+    session: Session,
+    engine: Engine,
+    gradient: Gradient,
+    mean: dict[str, torch.Tensor],
+    is_momentum: bool,
 ) -> None:
     """Gives every rank the mean, so that the mean over ranks is what it was."""
     name = gradient.name
-    if (left := mean.get(UNSENT[0])) is not None and left.any():
+    left = mean.get(UNSENT[0])
+    if left is not None and left.any() and is_momentum:
+        owe_momentum(session, name, left)
+    elif left is not None and left.any():
         before = session.owed.get(name)
         session.owed[name] = left.clone() if before is None else left + before.to(left.device)
     give_momentum(engine, name, {key: mean[key] for key in mean if key not in UNSENT})
+
+
+def owe_momentum(session: Session, name: str, left: torch.Tensor) -> None:
+    """Keeps momentum that was not sent; warns if nothing exchanges momentum any more."""
+    if not session.adapter.offers_momentum(name):
+        _log.warning(
+            "the unsent momentum of %r is dropped: this optimizer has gradients exchanged; give "
+            "attach the optimizer that the checkpoint was made with, e.g. hipress.torch.AdamW.",
+            name,
+        )
+        return
+    before = session.owed.momentum.get(name)
+    session.owed.momentum[name] = left.clone() if before is None else left + before.to(left.device)
 
 
 def _check(state: dict[str, Any]) -> None:
@@ -238,10 +278,10 @@ def _check(state: dict[str, Any]) -> None:
         )
 
 
-def _owed(session: Session, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _owed(session: Session, state: dict[str, Any], key: str) -> dict[str, torch.Tensor]:
     """Returns what is owed to gradients of this model; raises for another model's checkpoint."""
     found = {}
-    for name, owed in state["owed"].items():
+    for name, owed in state.get(key, {}).items():  # older checkpoints have no momentum
         if name in session.untrained and name in state["gradients"]:
             continue  # said already
         numel = owed.numel() if isinstance(owed, torch.Tensor) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -22,10 +22,14 @@ class Layout:
 
     Args:
         rules: What the user asked for.
+        offers_momentum: Returns whether the optimizer of a gradient has its momentum exchanged.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(
+        self, rules: Rules, offers_momentum: Callable[[str], bool] = lambda name: False
+    ) -> None:
         self.rules = rules
+        self._offers_momentum = offers_momentum
         self.gradients: dict[str, Gradient] = {}
         """All gradients by name, compressed or not."""
         self.is_auto = False
@@ -87,6 +91,11 @@ class Layout:
         return [gradient for gradient in self.gradients.values() if gradient.is_compressed]
 
     @property
+    def senders(self) -> list[str]:
+        """Names of the gradients in whose place momentum is exchanged."""
+        return [gradient.name for gradient in self.gradients.values() if gradient.sends_momentum]
+
+    @property
     def bucket_names(self) -> tuple[tuple[str, ...], ...]:
         """Gradients as the framework puts them together, as far as buckets were seen."""
         found: list[tuple[str, ...]] = []
@@ -112,10 +121,15 @@ class Layout:
             choice = self.rules.choice_under(self.plan, spec)
         else:
             choice = self.rules.choice(spec)
+        sends_momentum = not choice.codec.keeps_sizes and self._offers_momentum(spec.name)
+        if sends_momentum:
+            choice = replace(choice, codec=choice.codec.for_momentum())
         placements: tuple[Placement, ...] = ()
         if choice.codec.name != "none":
             most = chunk_numel(choice.codec, spec.device, self._engine.options)
             placements = self._partitioner.place(spec.numel, most, choice.partitions)
-        gradient = Gradient(spec=spec, choice=choice, placements=placements)
+        gradient = Gradient(
+            spec=spec, choice=choice, placements=placements, sends_momentum=sends_momentum
+        )
         self.gradients[spec.name] = gradient
         return gradient

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hipress")
 
-FOR_PLAIN_SGD = ("onebit",)
-"""Codecs that, besides the careful ones, train well under SGD without momentum."""
+ONEBIT = ("onebit",)
+"""Trains well under SGD without momentum, and where an optimizer has momentum exchanged."""
 LINKS_S, SEARCH_S = 1.5, 2.0
 """Approximate seconds for measuring links, and for searching plans."""
 EXEMPT = "no gradient may be compressed (see sync.skipped)"
@@ -38,14 +38,14 @@ DIGITS = 4
 
 
 def allowed(
-    codecs: Iterable[str] | None, budget: float | str | None, *, is_plain_sgd: bool = False
+    codecs: Iterable[str] | None, budget: float | str | None, *, takes_onebit: bool = False
 ) -> tuple[str, ...]:
     """Returns the codecs that `auto` may use.
 
     Args:
         codecs: What the user gave; None takes those of the budget.
         budget: A name of `BUDGETS` or a bound; None takes what is safe with the optimizer.
-        is_plain_sgd: Whether the optimizer is known to be SGD without momentum.
+        takes_onebit: Whether the optimizer is known to train well with `onebit`.
 
     Example:
         >>> allowed(None, None), allowed(["onebit"], None)
@@ -54,7 +54,7 @@ def allowed(
     Budget.read(budget)
     if codecs is None:
         if budget is None:
-            return CAREFUL + (FOR_PLAIN_SGD if is_plain_sgd else ())
+            return CAREFUL + (ONEBIT if takes_onebit else ())
         return BUDGETS.get(str(budget), PASSED)
     if isinstance(codecs, str) or not isinstance(codecs, Iterable):
         raise UsageError(f"codecs is {codecs!r}; give a list of them, e.g. ['int8', 'onebit'].")

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine, Options
-from hipress.casync.engine.handle import joint
+from hipress.casync.engine.handle import Handle, joint
+from hipress.codecs.table import codec as named_codec
 from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.session import checkpoint, replicas, selection, shards
@@ -50,6 +51,8 @@ _log = logging.getLogger("hipress")
 
 Future = torch.futures.Future[torch.Tensor]
 
+REFRESH = named_codec("int8(ef=false)")
+"""Sends the gradients themselves where otherwise momentum is exchanged."""
 SMALLEST_RATE = 1e-20
 """A smaller learning rate moves no parameter; the ratio of another rate to it might overflow."""
 
@@ -103,9 +106,9 @@ class Session:
         *,
         enabled: bool = True,
     ) -> None:
-        self.layout = Layout(rules)
         self.settings = settings
         self.adapter = adapter or Adapter()
+        self.layout = Layout(rules, self.adapter.offers_momentum)
         self.process_group = group
         self._enabled = enabled
         self.step = 0
@@ -135,6 +138,8 @@ class Session:
         self._rate_ratios: dict[str, float] = {}
         self._with_momentum: list[str] = []
         """Gradients whose codec applies momentum."""
+        self._exchanged_momentum: list[str] = []
+        """Gradients in whose place momentum is exchanged in this step."""
         self._failure: BaseException | None = None
         self._flats: dict[tuple[str, ...], torch.Tensor] = {}
         """Buffers of `average`."""
@@ -401,9 +406,10 @@ class Session:
         total = sum(g.numel for g in self.gradients.values())
         inside = sum(g.numel for g in compressed)
         codecs = ", ".join(sorted({g.choice.codec.name for g in compressed})) or "none"
+        instead = "; momentum is sent in place of the gradients" if self.layout.senders else ""
         _log.info(
-            "%d of %d gradients (%.1f %% of the elements) are compressed with %s.",
-            len(compressed), len(self.gradients), 100 * inside / max(total, 1), codecs,
+            "%d of %d gradients (%.1f %% of the elements) are compressed with %s%s.",
+            len(compressed), len(self.gradients), 100 * inside / max(total, 1), codecs, instead,
         )  # fmt: skip
         if not compressed and any(codec.name != "none" for codec in self.rules.codecs):
             _log.warning(
@@ -440,6 +446,7 @@ class Session:
             "epoch of the plan": None if plan is None else plan.epoch,
             "warmup_steps": self.settings.warmup_steps,
             "check_every": self.settings.check_every,
+            **(self.adapter.momentum_facts() if self.layout.senders or self.auto else {}),
             **self.adapter.facts(),
         }
 
@@ -468,6 +475,7 @@ class Session:
         """Decides the mode of this step, on all ranks alike; before the first `exchange`."""
         if self.mode.current is Mode.DETACHED:
             return
+        self._forget_momentum()
         self.owed.forget_sent()
         self._advance_mode()
         self._check_gradients()
@@ -490,38 +498,84 @@ class Session:
         """
         mode = self.mode.current
         if mode is Mode.DETACHED:
+            self._forget_momentum()
             return self.plain.average(buffer)
         bucket = self.layout.bucket(index, tuple(names), buffer)
         if self._tracer is not None:
             self._tracer.on_bucket(index, [n for group in bucket.groups for n in group.names])
-        added, later = self.owed.pay(bucket, buffer, compresses=mode.compresses)
+        momenta = self._make_momenta(bucket, buffer)
+        added, later = self.owed.pay(bucket, buffer, momenta, compresses=mode.compresses)
         if mode is Mode.FLUSHING:
             self.owed.flush(self.engine, bucket, buffer)
         uses_engine = self._uses_engine(bucket)
         if uses_engine or added or mode is Mode.FLUSHING:
-            self.owed.note_sent(bucket, buffer)
+            self.owed.note_sent(bucket, buffer, momenta)
         if not uses_engine:
             try:
                 return self.plain.average(buffer, self._on_lost_sum)
             except RuntimeError as error:
                 raise self.engine.explain(error) from error
-        as_decided = mode is not Mode.WARMUP
         handles = [
-            self.engine.allreduce(
-                [buffer[start:stop] for start, stop in group.spans],
-                codec=group.codec if as_decided else NONE,
-                strategy=group.strategy if as_decided else "ps",
-                names=group.names,
-                placements=group.placements if as_decided else None,
-                step=self.step,
-                lr_ratio=self._rate_ratio(group),
-                weights=self._weights(group) if group.wants_weights else None,
-                loss_scale=self.scale,
-            )
-            for group in bucket.groups
+            self._start_group(group, buffer, is_momentum)
+            for group, is_momentum in zip(bucket.groups, momenta, strict=True)
         ]
         on_result = partial(_add_owed, later) if later else None
         return joint(handles, buffer, partial(self._note_failure, buffer), on_result)
+
+    def _make_momenta(self, bucket: Bucket, buffer: torch.Tensor) -> list[bool]:
+        """Turns gradients into momentum, in place, where the optimizer wants that exchanged.
+
+        Returns for each group of the bucket whether its part of the buffer holds momentum now.
+        """
+        found = []
+        for group in bucket.groups:
+            found.append(is_momentum := self._is_momentum_due(group))
+            if is_momentum:
+                self._exchanged_momentum += group.names
+                self.adapter.note_exchanged(group.names, is_momentum=True)
+                for name, (start, stop) in zip(group.names, group.spans, strict=True):
+                    self.adapter.make_momentum(name, buffer[start:stop], self.scale)
+        return found
+
+    def _forget_momentum(self) -> None:
+        """Tells the optimizer that it receives gradients, unless it is told otherwise."""
+        if self._exchanged_momentum:
+            self.adapter.note_exchanged(self._exchanged_momentum, is_momentum=False)
+            self._exchanged_momentum = []
+
+    def _is_momentum_due(self, group: Group) -> bool:
+        if not group.sends_momentum:
+            return False
+        if self.mode.current is Mode.FLUSHING:
+            # What codecs hold is momentum; without it nothing has been exchanged but gradients.
+            held = any(self.engine.states.partitions_of(name) for name in group.names)
+            return held or any(name in self.owed.momentum for name in group.names)
+        return self.mode.current.compresses and not self.adapter.wants_gradients(group.names)
+
+    def _start_group(self, group: Group, buffer: torch.Tensor, is_momentum: bool) -> Handle:
+        """Starts the exchange of the gradients of a bucket that travel together."""
+        values = [buffer[start:stop] for start, stop in group.spans]
+        if self.mode.current is Mode.WARMUP:
+            return self.engine.allreduce(values, codec=NONE, names=group.names, step=self.step)
+        if group.sends_momentum and not is_momentum:
+            return self.engine.allreduce(
+                values,
+                codec=REFRESH,
+                strategy=group.strategy,
+                names=group.refresh_names,
+                step=self.step,
+            )
+        return self.engine.allreduce(
+            values,
+            codec=group.codec,
+            strategy=group.strategy,
+            names=group.names,
+            placements=group.placements,
+            step=self.step,
+            lr_ratio=self._rate_ratio(group),
+            weights=self._weights(group) if group.wants_weights else None,
+            loss_scale=self.scale,
+        )
 
     def end_step(self) -> None:
         """Ends a step after the framework took the averages; raises what went wrong in it."""
@@ -532,11 +586,11 @@ class Session:
             return
         if self._failure is not None:
             raise self._failure
-        if self._with_momentum:
-            self.adapter.note_means(self._with_momentum)
-        self.owed.keep_dropped(self.adapter, only_compressed=self.auto is None)
+        if accumulating := self._with_momentum or self.layout.senders:
+            self.adapter.note_means(accumulating)
+        self.owed.keep_dropped(self.adapter, self.scale, only_compressed=self.auto is None)
         # What was sent for a parameter that no rank used is owed, and flushed again.
-        if self.mode.current is Mode.FLUSHING and not (self.mode.is_leaving and self.owed):
+        if self.mode.current is Mode.FLUSHING and not (self.mode.is_leaving and len(self.owed)):
             if self.mode.is_leaving:
                 self._on_detached()
             self.mode.end_flush()
@@ -579,15 +633,18 @@ class Session:
 
     def _check_gradients(self) -> None:
         """Raises if a codec would take momentum of what is momentum already."""
-        if not (self._with_momentum and self.mode.current.compresses):
+        accumulating = self._with_momentum or self.layout.senders
+        if not (accumulating and self.mode.current.compresses):
             return
         if self.adapter.holds_means():
-            codec = self.gradients[self._with_momentum[0]].choice.codec.name
+            first = self.gradients[accumulating[0]]
+            who = "the optimizer" if first.sends_momentum else first.choice.codec.name
+            other = "int8" if first.sends_momentum else "onebit"
             raise UsageError(
                 f"the gradients of this backward pass were added to the means of step {self.step}, "
-                f"of which {codec} would take momentum a second time: call optimizer.zero_grad() "
+                f"of which {who} would take momentum a second time: call optimizer.zero_grad() "
                 "between two backward passes, put all but the last one of a step in "
-                "model.no_sync(), or take a codec without momentum, such as onebit."
+                f"model.no_sync(), or take a codec without momentum, such as {other}."
             )
 
     def _uses_engine(self, bucket: Bucket) -> bool:
@@ -618,6 +675,12 @@ class Session:
         (buffer if buffer.layout is torch.strided else buffer._values()).fill_(torch.nan)
 
     def _on_detached(self) -> None:
+        if self.owed.momentum:
+            _log.warning(
+                "momentum that was owed to %s is dropped: nothing exchanges it any more.",
+                ", ".join(self.owed.momentum),
+            )
+            self.owed.momentum.clear()
         if self._tracer is not None:
             self._tracer.finish()
         if self.engine.transport.rank == 0:

@@ -48,7 +48,7 @@ def decide(
     min_size: int,
     codecs: Iterable[str] | None = None,
     budget: float | str | None = None,
-    is_plain_sgd: bool = False,
+    takes_onebit: bool = False,
 ) -> Decision:
     """Checks the arguments that `attach` and `start` share.
 
@@ -61,7 +61,7 @@ def decide(
         min_size: Gradients with fewer elements are exempt.
         codecs: Codecs that `auto` may use; by the budget if None.
         budget: Accuracy budget of `auto`.
-        is_plain_sgd: Whether the optimizer is known to be SGD without momentum.
+        takes_onebit: Whether the optimizer is known to train well with `onebit`.
     """
     if codec == AUTO and (strategy is not None or plan is not None):
         given = "strategy" if strategy is not None else "plan"
@@ -79,7 +79,7 @@ def decide(
         min_size=min_size,
         default_codec=DEFAULT_CODEC,
     )
-    allowed = planner.allowed(codecs, budget, is_plain_sgd=is_plain_sgd) if is_auto else ()
+    allowed = planner.allowed(codecs, budget, takes_onebit=takes_onebit) if is_auto else ()
     return Decision(rules=rules, is_auto=is_auto, codecs=allowed, budget=budget)
 
 

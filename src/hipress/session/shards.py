@@ -3,7 +3,7 @@
 The shards are tensors for torch.distributed.checkpoint (DCP), by key:
 
     facts                                           JSON: step, loss scale, codecs, hosts, ...
-    owed/NAME                                       the same on all ranks, so one rank writes it
+    owed/NAME, owed_momentum/NAME                   the same on all ranks, so one rank writes it
     rank3/KIND/MERGED/KEY/START:STOP/NAME           the memory of one partition on rank 3
 
 A rank reads its own partitions if nothing has changed, and then continues bit for bit. With another
@@ -35,6 +35,7 @@ from hipress.casync.graphs.graph import Kind, Verb
 from hipress.codecs.base import RANDOM_KEYS, WEIGHT, State
 from hipress.errors import HipressError, UsageError
 from hipress.session import checkpoint
+from hipress.session.checkpoint import OWED_MOMENTUM
 from hipress.session.mode import Mode
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hipress")
 
 VERSION = 1
+SENDS_MOMENTUM = "sends_momentum"
 FACTS = "facts"
 METADATA = ".metadata"
 """The file that DCP writes last."""
@@ -148,7 +150,7 @@ def _refuse_foreign(path: Path, folder: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         for key in FileSystemReader(path).read_metadata().state_dict_metadata:
-            if key != FACTS and not key.startswith(("rank", "owed/")):
+            if key != FACTS and not key.startswith(("rank", "owed")):
                 raise OSError(
                     f"{str(path)!r} holds a checkpoint with {key!r}, which sync.save has not "
                     "written and would delete; give a folder of its own"
@@ -185,6 +187,7 @@ def shards(session: Session) -> dict[str, torch.Tensor]:
     engine.agree("the checkpoint", {"step": session.step, "state": digest})
     found = {FACTS: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     found |= {f"owed/{name}": owed for name, owed in session.owed.items()}
+    found |= {f"{OWED_MOMENTUM}/{name}": owed for name, owed in session.owed.momentum.items()}
     rank = engine.transport.rank
     for gradient in filter(lambda one: one.is_compressed, session.gradients.values()):
         for key, state in _held(engine, gradient):
@@ -212,16 +215,18 @@ def _facts(session: Session) -> dict[str, Any]:
             if gradient.is_compressed
         },
         "owed": {name: owed.numel() for name, owed in session.owed.items()},
+        OWED_MOMENTUM: {name: owed.numel() for name, owed in session.owed.momentum.items()},
     }
 
 
 def _described(gradient: Gradient) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "numel": gradient.numel,
         "codec": gradient.choice.codec.name,
         "strategy": gradient.choice.strategy,
         "placements": [list(placement) for placement in gradient.placements],
     }
+    return found | ({SENDS_MOMENTUM: True} if gradient.sends_momentum else {})
 
 
 def _held(engine: Engine, gradient: Gradient) -> Iterator[tuple[Key, State]]:
@@ -257,6 +262,7 @@ class _Loaded:
     parts: dict[Key, State] = field(default_factory=dict)
     """Memory of gradients for which nothing has changed."""
     owed: State = field(default_factory=dict)
+    owed_momentum: State = field(default_factory=dict)
     momentum: dict[str, State] = field(default_factory=dict)
     """The mean over ranks, of gradients for which something has changed."""
 
@@ -291,6 +297,9 @@ def load(session: Session, folder: Path, entry: str) -> None:
     session.loaded = None
     session.owed.clear()
     session.owed.update(loaded.owed)
+    session.owed.momentum = {}
+    for name, left in loaded.owed_momentum.items():
+        checkpoint.owe_momentum(session, name, left)
     engine.states.clear()
     for key, state in loaded.parts.items():
         engine.states.restore(key, state)
@@ -353,6 +362,9 @@ def _read(session: Session, reader: _Reader) -> _Loaded:
     for name, numel in facts["owed"].items():
         if checkpoint.is_trained(session, name, numel):
             loaded.owed[name] = reader.read(f"owed/{name}")
+    for name, numel in facts.get(OWED_MOMENTUM, {}).items():
+        if checkpoint.is_trained(session, name, numel):
+            loaded.owed_momentum[name] = reader.read(f"{OWED_MOMENTUM}/{name}")
     for name, described in facts["gradients"].items():
         if not checkpoint.is_trained(session, name, described["numel"]):
             continue
@@ -395,12 +407,13 @@ def _read_all(
 ) -> None:
     """Adds the mean of what all ranks held to what every rank owes; one partition at a time."""
     hosts, strategy = tuple(loaded.facts["hosts"]), described["strategy"]
+    owed = loaded.owed_momentum if described.get(SENDS_MOMENTUM) else loaded.owed
     for part in parts:
         is_unsent = part.key in checkpoint.UNSENT
         if not is_unsent and part.kind is not Kind.FRAME:
             continue  # momentum belongs to workers
         factor = checkpoint.factor(strategy, hosts, part.kind, part.merged, part.rank)
-        target = loaded.owed if is_unsent else loaded.momentum.setdefault(part.name, {})
+        target = owed if is_unsent else loaded.momentum.setdefault(part.name, {})
         name = part.name if is_unsent else part.key
         if name not in target:
             target[name] = torch.zeros(gradient.numel)

@@ -15,6 +15,7 @@ from hipress.plan import MIN_SIZE, Plan
 from hipress.session import Session, Settings, Stats
 from hipress.session.setup import AUTO, DEFAULT_CODEC, begin, decide, show_log
 from hipress.torch.ddp import DDPAdapter, clean, hook, sparse_names
+from hipress.torch.optim import Adam, AdamW, MomentumExchange
 from hipress.torch.optimizer_checks import is_plain_sgd
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 Sync = Session
 """What `attach` returns."""
 
-__all__ = ["Stats", "Sync", "attach", "comm_hook"]
+__all__ = ["Adam", "AdamW", "MomentumExchange", "Stats", "Sync", "attach", "comm_hook"]
 
 
 def attach(
@@ -63,7 +64,9 @@ def attach(
         min_size: Gradients with fewer elements are not compressed.
         warmup_steps: Number of first steps in which nothing is compressed.
         optimizer: Lets hipress warn if it applies momentum or weight decay a second time, and
-            lets codecs with momentum follow its learning rate.
+            lets codecs with momentum follow its learning rate. With `hipress.torch.AdamW` or `Adam`
+            codecs that do not keep the sizes of elements, such as `onebit`, are given its momentum
+            in place of the gradient.
         scaler: The GradScaler, if there is one; residuals follow its scale.
         enabled: False leaves everything to DDP.
         check_every: Number of steps between two comparisons of all ranks' parameters; 0: never.
@@ -71,7 +74,8 @@ def attach(
         writer: A TensorBoard `SummaryWriter` that gets scalars with every log line.
         seed: Seed of the random numbers that some codecs draw; the same on all ranks.
         codecs: Codecs that auto may use; if None, those that are safe with the optimizer: `bf16`,
-            `int8`, and `onebit` where `optimizer` is SGD without momentum.
+            `int8`, and `onebit` where `optimizer` is SGD without momentum, or one of
+            `hipress.torch`.
         budget: For auto: `careful`, `table` (all codecs that passed our convergence table), or the
             share of a gradient's norm by which one message may be wrong.
 
@@ -106,8 +110,10 @@ def attach(
         min_size=min_size,
         codecs=codecs,
         budget=budget,
-        is_plain_sgd=is_plain_sgd(optimizer),
+        takes_onebit=is_plain_sgd(optimizer) or adapter.can_exchange_momentum,
     )
+    if decision.is_auto and not adapter.can_exchange_momentum:
+        adapter.exchange_gradients()
     settings = Settings(
         warmup_steps=warmup_steps,
         check_every=check_every,

@@ -24,7 +24,7 @@ from hipress.session import Adapter, GradientSpec, Mode, Session, StepObserver
 from hipress.session.selection import takes
 from hipress.session.timing import GradientTimer
 from hipress.torch import optimizer_checks
-from hipress.torch.optim import flat
+from hipress.torch.optim import MomentumExchange, flat
 from hipress.torch.watchdog import PATIENCE_S, Watchdog
 
 if TYPE_CHECKING:
@@ -52,9 +52,13 @@ class DDPAdapter(Adapter):
         super().__init__()
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise UsageError(f"optimizer is a {type(optimizer).__name__}; give a torch optimizer.")
+        # Accelerate and Lightning wrap optimizers.
+        optimizer = getattr(optimizer, "optimizer", optimizer)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise UsageError(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler.")
         self._optimizer = optimizer
+        self._exchange = optimizer if isinstance(optimizer, MomentumExchange) else None
+        """The optimizer, if it can have momentum exchanged in place of gradients."""
         self._scaler = scaler
         self._parameters: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
@@ -236,6 +240,54 @@ class DDPAdapter(Adapter):
             "whether there is an optimizer": self._optimizer is not None,
             **self._facts,
         }
+
+    @property
+    def can_exchange_momentum(self) -> bool:
+        """Whether the optimizer can have its momentum exchanged, with the options it has."""
+        try:
+            return self._exchange is not None and bool(self._exchange.exchange_facts())
+        except UsageError:
+            return False
+
+    def exchange_gradients(self) -> None:
+        """Leaves the optimizer's momentum where it is."""
+        self._exchange = None
+
+    def momentum_facts(self) -> dict[str, Any]:
+        """Asks the optimizer, which may refuse."""
+        return {} if self._exchange is None else self._exchange.exchange_facts()
+
+    def momentum_warmup(self) -> int:
+        """Asks the optimizer."""
+        return 0 if self._exchange is None else self._exchange.num_refreshes_left()
+
+    def offers_momentum(self, name: str) -> bool:
+        """Returns whether the optimizer has its momentum exchanged, and trains the parameter."""
+        if self._exchange is None:
+            return False
+        parameter = self._parameters[name]
+        return any(parameter is one for _, one in self._optimized())
+
+    def wants_gradients(self, names: Sequence[str]) -> bool:
+        """Asks the optimizer."""
+        assert self._exchange is not None
+        return self._exchange.wants_gradients([self._parameters[name] for name in names])
+
+    def make_momentum(self, name: str, gradient: torch.Tensor, scale: float) -> None:
+        """Lets the optimizer turn a gradient into what it wants exchanged."""
+        assert self._exchange is not None
+        self._exchange.make_outgoing(self._parameters[name], gradient, scale)
+
+    def known_momentum(self, name: str, scale: float) -> torch.Tensor:
+        """Asks the optimizer for what it makes of a gradient of zero."""
+        assert self._exchange is not None
+        return self._exchange.known_part(self._parameters[name], scale)
+
+    def note_exchanged(self, names: Sequence[str], *, is_momentum: bool) -> None:
+        """Tells the optimizer what `.grad` will hold."""
+        assert self._exchange is not None
+        parameters = [self._parameters[name] for name in names]
+        self._exchange.note_incoming(parameters, is_momentum=is_momentum)
 
     def loss_scale(self) -> float | None:
         """Returns the scale of the GradScaler."""

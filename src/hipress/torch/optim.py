@@ -44,8 +44,15 @@ class MomentumExchange(Protocol):
     group of compressed parameters that travel together. All ranks must get the same answers.
     """
 
-    def check_exchange(self) -> None:
-        """Raises a UsageError if momentum cannot be exchanged with the optimizer's options."""
+    def exchange_facts(self) -> dict[str, Any]:
+        """Returns what must be the same on all ranks.
+
+        Raises:
+            UsageError: Momentum cannot be exchanged with the optimizer's options.
+        """
+
+    def num_refreshes_left(self) -> int:
+        """Returns how many steps with gradients must come before momentum is exchanged."""
 
     def wants_gradients(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Returns whether the gradients themselves are to be exchanged in this step."""
@@ -114,8 +121,8 @@ class _AdamExchange:
 
     # --- what the session asks --------------------------------------------------------------------
 
-    def check_exchange(self) -> None:
-        """Raises a UsageError if momentum cannot be exchanged with the optimizer's options."""
+    def exchange_facts(self) -> dict[str, Any]:
+        """Returns what must be the same on all ranks, or refuses options that cannot work."""
         for option in ("amsgrad", "capturable", "differentiable"):
             if any(group[option] for group in self.param_groups):
                 raise UsageError(
@@ -125,6 +132,22 @@ class _AdamExchange:
         # A GradScaler then divides gradients by itself and skips the whole step if one is not
         # finite, as it does with optimizers that are not fused.
         self._step_supports_amp_scaling = False
+        return {
+            "optimizer that exchanges momentum": type(self).__name__,
+            "refresh_warmup": self.refresh_warmup,
+            "refresh_every": self.refresh_every,
+        }
+
+    def num_refreshes_left(self) -> int:
+        """Returns how many of the first refreshes are left."""
+        counts = [
+            self._count(p)
+            for group in self.param_groups
+            for p in group["params"]
+            if self.state.get(p)
+        ]
+        done = min((count.sq_updates for count in counts), default=0)
+        return max(0, self.refresh_warmup - done)
 
     def wants_gradients(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Returns whether the second moment of any of these parameters is to be refreshed."""

@@ -9,6 +9,13 @@ import torch
 
 from hipress.codecs.base import Codec
 from hipress.session import buckets
+from hipress.torch.optim import MomentumExchange
+
+MEASURED = (
+    "A GPT trained with AdamW reached a loss of 2.43 with onebit on gradients, 1.52 with onebit on "
+    "momentum, 1.52 with int8 and 1.52 uncompressed."
+)
+"""What `docs/convergence.md` shows."""
 
 
 def warnings(
@@ -21,10 +28,14 @@ def warnings(
         compressed: Parameters and their codecs.
     """
     kind = type(optimizer).__name__
+    sends_momentum = isinstance(optimizer, MomentumExchange)
     found = []
     for group, codecs in _by_group(optimizer, compressed):
         for codec in {codec.name: codec for codec in codecs}.values():
             found += _about(kind, group, codec)
+            adds_momentum = buckets.has_momentum(codec)  # said already
+            if "betas" in group and not (codec.keeps_sizes or sends_momentum or adds_momentum):
+                found.append(_about_sizes(kind, codec))
     return list(dict.fromkeys(found))
 
 
@@ -54,8 +65,8 @@ def _about(kind: str, group: dict[str, Any], codec: Codec) -> list[str]:
         if adaptive:
             found.append(
                 f"{codec.name} sends momentum and {kind} averages gradients again (betas="
-                f"{tuple(group['betas'])}): take a codec without momentum, such as onebit, "
-                "int8 or topk, or SGD."
+                f"{tuple(group['betas'])}): take int8, or {_own(kind)} with onebit or topk, or "
+                "SGD."
             )
         decay = group.get("weight_decay") or 0.0
         if decay and not adaptive and not buckets.applies_decay(codec):
@@ -70,6 +81,19 @@ def _about(kind: str, group: dict[str, Any], codec: Codec) -> list[str]:
             f"{group['weight_decay']:g}): set the optimizer's to 0 for compressed parameters."
         )
     return found
+
+
+def _about_sizes(kind: str, codec: Codec) -> str:
+    return (
+        f"{kind} divides by the size of past gradients, which {codec.name} does not keep. "
+        f"{MEASURED} Use {_own(kind)} in place of {kind}, which has its momentum exchanged "
+        "instead, or codec='int8'."
+    )
+
+
+def _own(kind: str) -> str:
+    """Returns the optimizer that can have its momentum exchanged, in place of torch's."""
+    return f"hipress.torch.{kind if kind in ('Adam', 'AdamW') else 'AdamW'}"
 
 
 def _by_group(

@@ -20,6 +20,8 @@ class GroupKey(NamedTuple):
     """The number that a plan gives to gradients which may share frames."""
     order: int | None = None
     """The position among the groups of the bucket, if the plan gives one."""
+    sends_momentum: bool = False
+    """Whether the optimizer's momentum is exchanged in place of the gradient."""
 
     @property
     def start_order(self) -> int:

@@ -1,0 +1,64 @@
+"""The exchange of AdamW's momentum among several ranks (see `scripts/momentum.py`)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import scenarios
+from tests.grid import selected, thinned
+
+SCRIPT = Path(__file__).parent / "scripts" / "momentum.py"
+CASES = [  # codec and strategy
+    "onebit ps", "onebit ring", "onebit hierarchical", "topk(ratio=0.05) ps",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def told(request, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("saved"))
+    cases = selected(request, "test_replicas_agree_and_nothing_is_lost", "case")
+    stages = [
+        [
+            {"id": "agree", "do": "agree", "ranks": 4, "cases": cases},
+            {"id": "first", "do": "first_half", "ranks": 3, "folder": folder},
+        ],
+        [
+            {"id": f"second {shards}", "do": "second_half", "ranks": 2, "folder": folder,
+             "shards": shards} for shards in (False, True)
+        ],
+    ]  # fmt: skip
+    return scenarios.play(SCRIPT, *stages)
+
+
+def check(gaps):
+    kinds = set()
+    for number, step in enumerate(gaps):
+        for name, (gap, bound, sends) in step.items():
+            assert gap < bound, (number, name, gap)
+            kinds.add(sends)
+    assert kinds == {False, True}
+
+
+@pytest.mark.parametrize("case", thinned(CASES, keep=CASES[:1]))
+def test_replicas_agree_and_nothing_is_lost(told, case):
+    """Catches: ranks that decode different momenta, a residual that a refresh clears or sends."""
+    found = [result[case] for result in told.results("agree", range(4))]
+    assert len({rank["bits"] for rank in found}) == 1
+    for rank in found:
+        check(rank["gaps"])
+        refreshes = [0, 1, 2, 7]
+        sent = {number in refreshes: bytes_ for number, bytes_ in enumerate(rank["sent"])}
+        if case in ("onebit ps", "onebit ring"):
+            assert sent[True] > 2.5 * sent[False]
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_fewer_ranks_go_on_with_the_unsent_momentum(told, shards):
+    """Catches: unsent momentum that is lost, or added to a gradient, which counts a tenth."""
+    assert told.results("first", range(3))[0]["left"] > 0
+    found = told.results(f"second {shards}", range(2))
+    assert len({rank["bits"] for rank in found}) == 1
+    for rank in found:
+        assert max(rank["changes"]) < 1e-6
+        check(rank["gaps"])
+        assert rank["owed"] == 0

@@ -1,0 +1,517 @@
+"""`hipress.torch.AdamW` on one rank: torch's where gradients are exchanged, and with momentum."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import hipress
+import hipress.torch
+from hipress.errors import UsageError
+from hipress.session.session import REFRESH
+
+EXACT = "topk(ratio=1.0, exact=true)"
+"""Sends everything, but does not promise to keep sizes: momentum is exchanged, and nothing lost."""
+SCHEDULE = {"refresh_warmup": 4, "refresh_every": 5}
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def module(dtype=torch.float32):
+    torch.manual_seed(3)
+    layers = nn.Linear(64, 96, bias=False), nn.Tanh(), nn.Linear(96, 64)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def loss_of(model, number):
+    generator = torch.Generator().manual_seed(number)
+    dtype = next(model.parameters()).dtype
+    inputs = torch.randn(8, 64, generator=generator).to(dtype)
+    return (model(inputs) - 1).pow(2).mean()
+
+
+def attached(codec=EXACT, *, dtype=torch.float32, optimizer=hipress.torch.AdamW, **options):
+    ddp = DDP(module(dtype))
+    made = optimizer(ddp.parameters(), lr=0.01, **{**SCHEDULE, **options})
+    return ddp, made, hipress.attach(ddp, codec, optimizer=made)
+
+
+def train(ddp, optimizer, numbers, clip=None):
+    for number in numbers:
+        optimizer.zero_grad()
+        loss_of(ddp, number).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(ddp.parameters(), clip)
+        optimizer.step()
+
+
+def same(one, other):
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+# --- without an exchange --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"foreach": True}, {"fused": True}, {"amsgrad": True}, {"capturable": False},
+        {"maximize": True, "weight_decay": 0.1}, {"betas": (0.5, 0.9), "eps": 1e-3},
+    ],
+)  # fmt: skip
+def test_without_an_exchange_every_bit_is_torchs(name, options):
+    """Catches: a step of our own where torch's would do."""
+    ours, theirs = module(), module()
+    one = getattr(hipress.torch, name)(ours.parameters(), lr=0.01, **options)
+    other = getattr(torch.optim, name)(theirs.parameters(), lr=0.01, **options)
+    train(ours, one, range(6))
+    train(theirs, other, range(6))
+    assert same(ours, theirs)
+    assert isinstance(one, getattr(torch.optim, name))
+
+
+def test_hooks_of_a_step_run_once():
+    """Catches: hooks that torch's step runs a second time."""
+    torch.optim.AdamW(module().parameters())  # patches the step of its class
+    model, calls = module(), []
+    optimizer = hipress.torch.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    train(model, optimizer, [0])
+    assert calls == ["pre", "post"]
+
+
+def test_a_closure_is_called_once(alone):
+    ddp, optimizer, _ = attached()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(ddp, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(7):
+        assert optimizer.step(closure).item() > 0
+    assert optimizer.state[ddp.module[0].weight]["step"] == 7
+
+
+# --- the exchange of momentum ---------------------------------------------------------------------
+
+
+class Reference:
+    """The scheme for one parameter, in float64: what travels, both moments, the update."""
+
+    def __init__(self, parameter, *, lr=0.01, betas=(0.9, 0.999), eps=1e-8, decay=0.01, l2=False):
+        self.value = parameter.detach().double().clone()
+        self.m = torch.zeros_like(self.value)
+        self.v = torch.zeros_like(self.value)
+        self.lr, self.betas, self.eps, self.decay, self.l2 = lr, betas, eps, decay, l2
+        self.step = self.updates = 0
+
+    @property
+    def refreshes(self):
+        since = self.step + 1 - self.last if self.updates else 0
+        return self.updates < SCHEDULE["refresh_warmup"] or since >= SCHEDULE["refresh_every"]
+
+    def update(self, gradient, *, compressed=True):
+        b1, b2 = self.betas
+        gradient = gradient.double()
+        refreshes = not compressed or self.refreshes
+        if compressed and refreshes:
+            gradient = through_refresh(gradient.float()).double()
+        if self.l2:
+            gradient = gradient + self.decay * self.value
+        self.step += 1
+        self.m = b1 * self.m + (1 - b1) * gradient
+        if refreshes:
+            self.v = b2 * self.v + (1 - b2) * gradient**2
+            self.updates, self.last = self.updates + 1, self.step
+        if not self.l2:
+            self.value *= 1 - self.lr * self.decay
+        root = (self.v / (1 - b2**self.updates)).sqrt() + self.eps
+        self.value -= self.lr * self.m / (1 - b1**self.step) / root
+
+
+def through_refresh(gradient):
+    """What a refresh gives back on one rank, coded by the worker and by the aggregator."""
+    back = REFRESH.aggregator(1)
+    sent = REFRESH.decode(REFRESH.encode(gradient.reshape(-1)))
+    return back.decode(back.encode(sent)).view(gradient.shape)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_both_moments_follow_the_scheme(alone, name):
+    """Catches: a moment that is updated in the wrong step or twice, a wrong correction of bias."""
+    l2 = name == "Adam"
+    ddp, optimizer, sync = attached(
+        optimizer=getattr(hipress.torch, name), weight_decay=0.01, betas=(0.8, 0.95)
+    )
+    weights = ddp.module[0].weight, ddp.module[2].weight, ddp.module[2].bias
+    known = [Reference(p, betas=(0.8, 0.95), l2=l2) for p in weights]
+    for number in range(18):
+        plain = copy.deepcopy(ddp.module)
+        loss_of(plain, number).backward()
+        gradients = [plain[0].weight.grad, plain[2].weight.grad, plain[2].bias.grad]
+        for one, gradient, compressed in zip(known, gradients, (True, True, False), strict=True):
+            one.update(gradient, compressed=compressed)
+        train(ddp, optimizer, [number])
+        for parameter, one in zip(weights, known, strict=True):
+            moved = (one.value - parameter.detach().double()).abs().max()
+            assert moved < 2e-5, (number, moved)
+            # The next gradient is that of our parameters, which differ from these by rounding.
+            one.value = parameter.detach().double().clone()
+    assert known[0].updates == 4 + 2 and known[2].updates == 18
+    assert sync.stats().skipped == {"2.bias": "one dimension (norm or bias)"}
+
+
+def test_a_codec_of_signs_trains_as_well(alone):
+    """Catches: residuals that are not fed back, or a momentum that is applied twice."""
+    losses = {}
+    for codec in ("none", "onebit", EXACT):
+        ddp, optimizer, _ = attached(codec)
+        train(ddp, optimizer, range(120))
+        with torch.no_grad():
+            losses[codec] = sum(loss_of(ddp, 1000 + k).item() for k in range(5)) / 5
+    assert losses["onebit"] < 1.1 * losses[EXACT], losses
+    assert losses[EXACT] < 1.5 * losses["none"], losses  # so few refreshes cost something
+
+
+def test_int8_sends_gradients(alone):
+    """Catches: momentum in place of a gradient that keeps its sizes."""
+    ddp, optimizer, sync = attached("int8")
+    train(ddp, optimizer, range(8))
+    assert not sync.layout.senders
+    assert "sq_updates" not in optimizer.state[ddp.module[0].weight]
+
+
+def test_momentum_inside_the_codec_is_taken_out(alone):
+    """Catches: momentum of momentum."""
+    _, _, sync = attached("momentum(ef(onebit))")
+    assert {g.choice.codec.name for g in sync.layout.compressed} == {"onebit"}
+    ddp = DDP(module())
+    optimizer = hipress.torch.AdamW(ddp.parameters())
+    sync = hipress.attach(ddp, "dgc(ratio=0.1)", optimizer=optimizer)
+    assert {g.choice.codec.name.split("(")[0] for g in sync.layout.compressed} == {"topk"}
+
+
+def test_elements_without_a_second_moment_stay(alone):
+    """Catches: a sign that is divided by eps, for a row that no gradient has touched yet."""
+    torch.manual_seed(0)
+    ddp = DDP(nn.Embedding(64, 64))
+    optimizer = hipress.torch.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.0, **SCHEDULE)
+    hipress.attach(ddp, "onebit", optimizer=optimizer)
+    before = ddp.module.weight.detach().clone()
+    for _ in range(9):
+        optimizer.zero_grad()
+        ddp(torch.arange(40)).pow(2).sum().backward()
+        optimizer.step()
+    moved = (ddp.module.weight.detach() - before).abs().amax(1)
+    assert moved[:40].min() > 0 and moved[40:].max() == 0
+
+
+# --- what people do around a step -----------------------------------------------------------------
+
+
+def test_a_loss_scale_changes_no_bit(alone):
+    """Catches: momentum that is added to a scaled gradient as it is."""
+    trained = []
+    for scale in (None, 2.0**12):
+        ddp = DDP(module())
+        optimizer = hipress.torch.AdamW(ddp.parameters(), lr=0.01, **SCHEDULE)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        hipress.attach(ddp, "onebit", optimizer=optimizer, scaler=scaler)
+        for number in range(12):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(ddp, number)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        trained.append(ddp)
+    close = [
+        torch.allclose(p, q, rtol=0, atol=1e-6)
+        for p, q in zip(trained[0].parameters(), trained[1].parameters(), strict=True)
+    ]
+    assert all(close)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_changes_nothing(alone, fused):
+    """Catches: moments that take an infinite gradient, counts that go on, a forgotten notice."""
+    ddp = DDP(module())
+    optimizer = hipress.torch.AdamW(ddp.parameters(), lr=0.01, fused=fused, **SCHEDULE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    sync = hipress.attach(ddp, "onebit", optimizer=optimizer, scaler=scaler)
+
+    def step(number, factor=1.0):
+        optimizer.zero_grad()
+        (scaler.scale(loss_of(ddp, number)) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for number in range(6):
+        step(number)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    step(6, factor=math.inf)
+    assert all(map(torch.equal, before, ddp.parameters()))
+    assert optimizer.state[ddp.module[0].weight]["step"] == 6
+    sync.detach()
+    for number in range(7, 10):
+        step(number)
+    assert all(p.isfinite().all() for p in ddp.parameters())
+
+
+def test_accumulated_gradients_count_as_one(alone):
+    """Catches: momentum of each backward pass in place of that of their sum."""
+    trained = []
+    for parts in (1, 2):
+        ddp, optimizer, _ = attached()
+        for number in range(10):
+            optimizer.zero_grad()
+            if parts == 2:
+                with ddp.no_sync():
+                    (loss_of(ddp, number) / 2).backward()
+            (loss_of(ddp, number) / parts).backward()
+            optimizer.step()
+        trained.append(ddp)
+    assert all(
+        torch.allclose(p, q, atol=1e-6)
+        for p, q in zip(trained[0].parameters(), trained[1].parameters(), strict=True)
+    )
+
+
+def test_momentum_of_momentum_is_refused(alone):
+    """Catches: a second backward pass whose gradient is added to the momentum in `.grad`."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(6))
+    with pytest.raises(UsageError, match="the optimizer would take momentum a second time"):
+        loss_of(ddp, 6).backward()
+
+
+def test_clipping_limits_the_norm_of_momentum(alone):
+    """Catches: another meaning of `clip_grad_norm_` than the one that is documented."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(6), clip=1e-3)
+    momenta = [optimizer.state[p]["exp_avg"] for p in ddp.parameters() if p.dim() > 1]
+    assert torch.stack([m.norm() for m in momenta]).norm() <= 1.001e-3
+    assert all(m.any() for m in momenta)
+
+
+def test_groups_may_have_betas_of_their_own(alone):
+    """Catches: the first group's beta for all."""
+    ddp = DDP(module())
+    first, second = ddp.module[0].weight, ddp.module[2].weight
+    groups = [
+        {"params": [first], "betas": (0.5, 0.9)},
+        {"params": [second, ddp.module[2].bias], "betas": (0.9, 0.99), "lr": 0.02},
+    ]
+    optimizer = hipress.torch.AdamW(groups, lr=0.01, weight_decay=0.0, **SCHEDULE)
+    hipress.attach(ddp, EXACT, optimizer=optimizer)
+    known = [
+        Reference(first, betas=(0.5, 0.9), decay=0.0),
+        Reference(second, betas=(0.9, 0.99), lr=0.02, decay=0.0),
+    ]
+    for number in range(8):
+        plain = copy.deepcopy(ddp.module)
+        loss_of(plain, number).backward()
+        for one, layer in zip(known, (plain[0], plain[2]), strict=True):
+            one.update(layer.weight.grad)
+        train(ddp, optimizer, [number])
+        for parameter, one in zip((first, second), known, strict=True):
+            assert (one.value - parameter.detach().double()).abs().max() < 2e-5
+            one.value = parameter.detach().double().clone()
+
+
+def test_bfloat16_parameters_train(alone):
+    """Catches: dtypes that do not go together."""
+    ddp, optimizer, _ = attached("onebit", dtype=torch.bfloat16)
+    before = loss_of(ddp, 0).item()
+    train(ddp, optimizer, [0] * 20)
+    assert loss_of(ddp, 0).item() < 0.5 * before
+
+
+def test_a_parameter_may_be_unfrozen_later(alone):
+    """Catches: a parameter without a second moment that keeps standing still, or jumps."""
+    ddp = DDP(module(), find_unused_parameters=True)
+    optimizer = hipress.torch.AdamW(ddp.parameters(), lr=0.01, **SCHEDULE)
+    hipress.attach(ddp, "onebit", optimizer=optimizer)
+    weight = ddp.module[2].weight
+
+    ddp.module.forward = lambda x: ddp.module[1](ddp.module[0](x))
+    for _ in range(8):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 64)).pow(2).mean().backward()
+        optimizer.step()
+    before = weight.detach().clone()
+    ddp.module.forward = lambda x: nn.Sequential.forward(ddp.module, x)
+    train(ddp, optimizer, range(3))
+    moved = (weight.detach() - before).abs().max()
+    assert 0 < moved < 0.1
+
+
+# --- leaving and coming back ----------------------------------------------------------------------
+
+
+def test_after_detach_it_is_torchs_update(alone):
+    """Catches: a notice of momentum that stays, and unsent momentum that is lost."""
+    ddp, optimizer, sync = attached("onebit")
+    train(ddp, optimizer, range(6))
+    weight = ddp.module[0].weight
+    held = sync.state_dict()
+    left = held["mean"]["0.weight"]["residual"].view(weight.shape)
+    known = optimizer.state[weight]["exp_avg"].clone()
+    sync.detach()
+    optimizer.zero_grad()
+    loss_of(ddp, 6).backward()
+    want = 0.9 * known + 0.1 * _gradient(ddp, 6) + left
+    torch.testing.assert_close(weight.grad, want, rtol=1e-5, atol=1e-7)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg"], want, rtol=1e-5, atol=1e-7)
+    want = _gradient(ddp, 7)
+    train(ddp, optimizer, [7])
+    torch.testing.assert_close(weight.grad, want)
+    assert optimizer._counts[weight].sq_step == 8
+
+
+def _gradient(ddp, number):
+    plain = copy.deepcopy(ddp.module)
+    plain.zero_grad()
+    loss_of(plain, number).backward()
+    return plain[0].weight.grad
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(alone):
+    """Catches: counts, residuals or moments that a checkpoint does not hold."""
+    ddp, optimizer, sync = attached("onebit")
+    train(ddp, optimizer, range(7))
+    saved = pickle.dumps([ddp.module.state_dict(), optimizer.state_dict(), sync.state_dict()])
+    train(ddp, optimizer, range(7, 13))
+    again, second, other = attached("onebit")
+    weights, moments, residuals = pickle.loads(saved)
+    again.module.load_state_dict(weights)
+    second.load_state_dict(moments)
+    other.load_state_dict(residuals)
+    train(again, second, range(7, 13))
+    assert same(ddp, again)
+
+
+def test_state_moves_to_torch_and_back(alone):
+    """Catches: a state dictionary that the other class refuses or misreads."""
+    ddp, ours, _ = attached("onebit", betas=(0.9, 0.95))
+    train(ddp, ours, range(40))
+    model = copy.deepcopy(ddp.module)
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
+    theirs.load_state_dict(ours.state_dict())
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, theirs, [40])
+    moved = max((p - q).abs().max() for p, q in zip(model.parameters(), before, strict=True))
+    assert moved < 0.05  # the second moment has the scale that torch expects
+    again = hipress.torch.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), **SCHEDULE)
+    again.load_state_dict(theirs.state_dict())
+    fresh = hipress.torch.AdamW(model.parameters(), lr=0.01, **SCHEDULE)
+    fresh.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+    train(model, again, [41])
+
+
+def test_copies_keep_the_schedule():
+    optimizer = hipress.torch.AdamW(module().parameters(), refresh_every=7)
+    for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert (made.refresh_warmup, made.refresh_every) == (100, 7)
+
+
+# --- what is refused, and what is said ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
+def test_options_that_cannot_work_are_refused(alone, option):
+    ddp = DDP(module())
+    optimizer = hipress.torch.AdamW(ddp.parameters(), **{option: True})
+    with pytest.raises(UsageError, match=f"AdamW has {option}=True"):
+        hipress.attach(ddp, "onebit", optimizer=optimizer)
+    ddp = DDP(module())
+    optimizer = hipress.torch.AdamW(ddp.parameters(), **{option: True})
+    hipress.attach(ddp, "int8", optimizer=optimizer)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True])
+def test_a_schedule_is_a_number_of_steps(value):
+    with pytest.raises(UsageError, match="refresh_every is .*at least 1"):
+        hipress.torch.AdamW(module().parameters(), refresh_every=value)
+
+
+def test_torchs_adam_with_signs_is_warned_of(alone, caplog):
+    """Catches: a default that trains badly without a word."""
+    ddp = DDP(module())
+    hipress.attach(ddp, "onebit", optimizer=torch.optim.AdamW(ddp.parameters()))
+    assert "Use hipress.torch.AdamW in place of AdamW" in caplog.text
+    assert "2.43" in caplog.text
+    caplog.clear()
+    attached("onebit")
+    ddp = DDP(module())
+    hipress.attach(ddp, "int8", optimizer=torch.optim.AdamW(ddp.parameters()))
+    assert caplog.text == ""
+
+
+# --- any optimizer --------------------------------------------------------------------------------
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., 2023: the update is the sign of what is exchanged."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99)):
+        super().__init__(params, {"lr": lr, "betas": betas})
+        self.received = set()
+
+    def exchange_facts(self):
+        return {"optimizer": "Lion"}
+
+    def num_refreshes_left(self):
+        return 0
+
+    def wants_gradients(self, parameters):
+        return False
+
+    def make_outgoing(self, parameter, gradient, loss_scale):
+        beta = self.param_groups[0]["betas"][1]
+        state = self.state[parameter]
+        known = state.get("exp_avg", torch.zeros_like(parameter)).view(-1)
+        gradient.mul_(1 - beta).add_(known, alpha=beta * loss_scale)
+
+    def known_part(self, parameter, loss_scale):
+        known = torch.zeros(parameter.numel())
+        self.make_outgoing(parameter, known, loss_scale)
+        return known
+
+    def note_incoming(self, parameters, *, is_momentum):
+        (self.received.update if is_momentum else self.received.difference_update)(parameters)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, beta = self.state[p], group["betas"][1]
+                before = state.get("exp_avg", torch.zeros_like(p))
+                now = p.grad if p in self.received else beta * before + (1 - beta) * p.grad
+                p.sub_(now.sign(), alpha=group["lr"])
+                state["exp_avg"] = now.clone()
+        self.received.clear()
+
+
+def test_any_optimizer_can_have_its_momentum_exchanged(alone):
+    """Catches: a seam that knows of Adam."""
+    ddp = DDP(module())
+    optimizer = Lion(ddp.parameters(), lr=1e-3)
+    sync = hipress.attach(ddp, "onebit", optimizer=optimizer)
+    assert sync.layout.senders == ["2.weight", "0.weight"]
+    before = loss_of(ddp, 0).item()
+    train(ddp, optimizer, [0] * 60)
+    assert loss_of(ddp, 0).item() < 0.3 * before
