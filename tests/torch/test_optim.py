@@ -14,6 +14,7 @@ import hipress
 import hipress.torch
 from hipress.errors import UsageError
 from hipress.session.session import REFRESH
+from hipress.torch import optim
 
 EXACT = "topk(ratio=1.0, exact=true)"
 """Sends everything, but does not promise to keep sizes: momentum is exchanged, and nothing lost."""
@@ -173,6 +174,21 @@ def test_both_moments_follow_the_scheme(alone, name):
             one.value = parameter.detach().double().clone()
     assert known[0].updates == 4 + 2 and known[2].updates == 18
     assert sync.stats().skipped == {"2.bias": "one dimension (norm or bias)"}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_kernel_does_what_operators_do(alone, monkeypatch, name, maximize):
+    """Catches: a kernel for CPUs that differs from what runs on GPUs."""
+    trained = []
+    for in_one_pass in (True, False):
+        if not in_one_pass:
+            monkeypatch.setattr(optim._Update, "fits_kernel", False)
+        options = {"weight_decay": 0.1, "maximize": maximize, "betas": (0.8, 0.95)}
+        ddp, optimizer, _ = attached(optimizer=getattr(hipress.torch, name), **options)
+        train(ddp, optimizer, range(11))
+        trained.append([*ddp.parameters(), *(s["exp_avg_sq"] for s in optimizer.state.values())])
+    torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-6)
 
 
 def test_a_codec_of_signs_trains_as_well(alone):
