@@ -258,6 +258,32 @@ class Codec(ABC):
         """
         return False
 
+    @property
+    def keeps_sizes(self) -> bool:
+        """Whether each decoded element has nearly the size of the gradient's.
+
+        Adam divides by the sizes of past gradients. Where a codec does not keep them, the momentum
+        should travel instead of the gradient (`hipress.torch.optim`).
+
+        Example:
+            >>> import hipress
+            >>> hipress.codec("int8").keeps_sizes, hipress.codec("onebit").keeps_sizes
+            (True, False)
+        """
+        return False
+
+    def for_momentum(self) -> Codec:
+        """Returns the codec for a momentum that the optimizer keeps: without momentum of its own.
+
+        Example:
+            >>> import hipress
+            >>> hipress.codec("momentum(ef(onebit))").for_momentum().name
+            'onebit'
+            >>> hipress.codec("dgc(ratio=0.01)").for_momentum().name
+            'topk(ratio=0.01, sample=0.01)'
+        """
+        return self
+
     def scaled(self, loss_scale: float) -> Codec:
         """Returns the codec for gradients that are multiplied by a loss scale.
 

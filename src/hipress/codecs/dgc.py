@@ -93,6 +93,8 @@ SPEC = Spec(
     phases=_phases,
     clip="clip",
     own_memory=True,
+    # Without momentum of its own it is topk with error feedback.
+    for_momentum=lambda o: f"topk(ratio={o['ratio']!r}, sample={o['sample']!r})",
     # The workers have applied momentum already, and the residual keeps what is not sent back.
     back=lambda o, workers: f"topk(ratio={o['ratio']!r}, workers={min(workers, MAX_WORKERS)})",
 )

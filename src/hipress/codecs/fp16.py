@@ -6,4 +6,5 @@ SPEC = Spec(
     program="fp16.pse",
     summary="each element rounded to float16",
     paper="IEEE 754-2008, binary16",
+    keeps_sizes=True,
 )

@@ -7,5 +7,6 @@ SPEC = Spec(
     summary="a byte for each element and the largest magnitude of each block",
     paper="Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016",
     feedback=True,
+    keeps_sizes=True,
     options=(block(256),),
 )

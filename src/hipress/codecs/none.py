@@ -6,4 +6,5 @@ SPEC = Spec(
     program="none.pse",
     summary="the gradient as it is, 32 bits an element",
     paper="-",
+    keeps_sizes=True,
 )

@@ -54,6 +54,8 @@ class Family:
     """Largest norm of a gradient; 0 if nothing is clipped."""
     unclipped: Callable[[], ProgramCodec | None] = lambda: None
     """Returns the codec without clipping; None stands for the codec itself."""
+    for_momentum: Callable[[], ProgramCodec | None] = lambda: None
+    """Returns the codec without momentum of its own; None stands for the codec itself."""
 
 
 class ProgramCodec(Codec):
@@ -67,6 +69,7 @@ class ProgramCodec(Codec):
         backend: A CompLL backend; by default the one of `HIPRESS_BACKEND` at each call.
         family: The codecs for the way back and for other phases of training.
         shares_stream: Whether all ranks must draw the same random numbers.
+        keeps_sizes: Whether each decoded element has nearly the size of the one encoded.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class ProgramCodec(Codec):
         backend: str | None = None,
         family: Family | None = None,
         shares_stream: bool = False,
+        keeps_sizes: bool = False,
     ) -> None:
         self.bound = bound
         self.variant = variant
@@ -87,6 +91,7 @@ class ProgramCodec(Codec):
         self._backend = backend
         self.family = family or Family()
         self._shares_stream = shares_stream
+        self._keeps_sizes = keeps_sizes
         self._gpu_kernels: dict[str, GpuKernels] = {}
         self.replays = Replays()
         """Graphs of the calls that were made with the same memory before."""
@@ -148,9 +153,10 @@ class ProgramCodec(Codec):
         return self._copy(backend=backend)
 
     def _copy(self, **changed: Any) -> ProgramCodec:
-        kept = {"name": self.name, "variant": self.variant, "mu": self.mu}
+        kept: dict[str, Any] = {"name": self.name, "variant": self.variant, "mu": self.mu}
         kept |= {"backend": self._backend, "family": self.family}
-        return ProgramCodec(self.bound, shares_stream=self._shares_stream, **{**kept, **changed})
+        kept |= {"shares_stream": self._shares_stream, "keeps_sizes": self._keeps_sizes}
+        return ProgramCodec(self.bound, **{**kept, **changed})
 
     def aggregator(self, num_workers: int) -> Codec:
         return self.family.back(workers(num_workers), self.variant.feedback) or self
@@ -163,6 +169,13 @@ class ProgramCodec(Codec):
     @property
     def shares_stream(self) -> bool:
         return self._shares_stream
+
+    @property
+    def keeps_sizes(self) -> bool:
+        return self._keeps_sizes and not self.variant.momentum
+
+    def for_momentum(self) -> Codec:
+        return self._relative(self.family.for_momentum())
 
     def scaled(self, loss_scale: float) -> Codec:
         return self._relative(self.family.scaled(loss_scale))

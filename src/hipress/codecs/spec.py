@@ -50,6 +50,11 @@ class Spec:
     """Whether it keeps momentum and a residual itself, so that wrappers must not add them."""
     shares_stream: bool = False
     """Whether all ranks must draw the same random numbers, e.g. to pick the same places."""
+    keeps_sizes: bool = False
+    """Whether each decoded element has nearly the size of the gradient's (`Codec.keeps_sizes`)."""
+    for_momentum: Callable[[Mapping[str, Any]], str] | None = None
+    """The expression of the codec for a momentum that the optimizer keeps, for some options; the
+    codec itself if None. One with `own_memory` needs it (see `Codec.for_momentum`)."""
     package: str = "hipress.codecs"
     """The package whose folder holds the program."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata, resources
 from typing import Any
@@ -167,7 +167,10 @@ def momentum(inner: ProgramCodec, *, mu: float = 0.9, nesterov: bool = True) -> 
         return [(start, wrap(phase)) for start, phase in inner.family.phases()]
 
     # Momentum is for the workers: on the way back it would be applied a second time.
-    family = _wrapped(inner, wrap, lambda workers, _: inner.aggregator(workers), phases)
+    family = replace(
+        _wrapped(inner, wrap, lambda workers, _: inner.aggregator(workers), phases),
+        for_momentum=lambda: inner.family.for_momentum() or inner,
+    )
     variant = Variant(feedback=inner.variant.feedback, momentum=True, nesterov=nesterov)
     name = f"momentum({inner.name}, mu={mu!r}, nesterov={_shown(nesterov)})"
     return inner.with_variant(variant, name, mu, family)
@@ -190,6 +193,7 @@ def _wrapped(
         scaled=lambda loss_scale: rewrapped(inner.family.scaled(loss_scale)),
         clip=inner.family.clip,
         unclipped=lambda: rewrapped(inner.family.unclipped()),
+        for_momentum=lambda: rewrapped(inner.family.for_momentum()),
     )
 
 
@@ -247,6 +251,7 @@ def _build(call: Call) -> ProgramCodec:
         name=str(call),
         family=_family(call, spec, values),
         shares_stream=spec.shares_stream,
+        keeps_sizes=spec.keeps_sizes,
     )
     wanted = spec.feedback if asked is None else asked
     return plain.with_variant(Variant(feedback=True), str(call)) if wanted else plain
@@ -278,7 +283,17 @@ def _family(call: Call, spec: Spec, values: dict[str, Any]) -> Family:
     def unclipped() -> ProgramCodec | None:
         return changed({spec.clip: 0.0}) if clip and spec.clip is not None else None
 
-    return Family(back, phases, scaled=scaled, clip=float(clip), unclipped=unclipped)
+    def for_momentum() -> ProgramCodec | None:
+        return None if spec.for_momentum is None else _cached(spec.for_momentum(values))
+
+    return Family(
+        back,
+        phases,
+        scaled=scaled,
+        clip=float(clip),
+        unclipped=unclipped,
+        for_momentum=for_momentum,
+    )
 
 
 def _wrap(call: Call) -> ProgramCodec:
