@@ -13,7 +13,8 @@ from hipress.bench import cluster, machine
 from hipress.bench.convergence import ConvergenceBenchmark
 from hipress.cli.bench_convergence import BEGIN, END
 from hipress.cli.main import main
-from hipress.train.convergence import TASKS, compare
+from hipress.train.convergence import compare
+from hipress.train.workloads import TASKS
 from tests.grid import full
 from tests.lab.conftest import refusal
 
@@ -224,7 +225,7 @@ def found(
                     "codec": name,
                     "seed": seed,
                     "steps": [0, benchmark.num_steps],
-                    "accuracy": [10.0, 98.0 - number + seed],
+                    "scores": [10.0, 98.0 - number + seed],
                     "bytes_out": None,
                     "bytes_back": None,
                 },

@@ -11,14 +11,9 @@ import pytest
 from hipress.errors import UsageError
 from hipress.train import data
 from hipress.train.config import PLAIN
-from hipress.train.convergence import (
-    TASKS,
-    compare,
-    default_codecs,
-    names_of,
-    task,
-    train,
-)
+from hipress.train.convergence import compare, default_codecs, names_of
+from hipress.train.workers import train
+from hipress.train.workloads import TASKS, task
 from tests.grid import full, thinned
 
 SHORT = dataclasses.replace(TASKS["digits"], num_steps=20)
@@ -29,20 +24,20 @@ def test_a_seed_decides_the_run() -> None:
     first = train("terngrad", SHORT, digits, seed=3)
     assert train("terngrad", SHORT, digits, seed=3) == first
     other = train("terngrad", SHORT, digits, seed=4)
-    assert other.accuracy != first.accuracy and other.bytes_out == first.bytes_out
+    assert other.scores != first.scores and other.bytes_out == first.bytes_out
 
 
 def test_runs_of_a_seed_differ_in_the_codec_alone() -> None:
     digits = data.load("digits")
     plain, none = (train(name, SHORT, digits, seed=1) for name in (PLAIN, "none"))
-    assert plain.accuracy == none.accuracy
+    assert plain.scores == none.scores
     assert none.bytes_out == plain.bytes_out + 2 * 80  # the headers of two frames
 
 
 def test_the_curve_starts_untrained_and_ends_at_the_end() -> None:
     run = train(PLAIN, SHORT, data.load("digits"), num_points=4)
     assert run.steps == (0, 5, 10, 15, 20)
-    assert run.accuracy[0] < 25 < 60 < run.accuracy[-1]
+    assert run.scores[0] < 25 < 60 < run.scores[-1]
 
 
 def test_the_rate_falls_to_zero_and_stays_above() -> None:
@@ -68,7 +63,7 @@ def test_unknown_task() -> None:
 def test_every_codec_learns(name: str) -> None:
     """In 60 steps, two thirds of an epoch per worker, all get far from the 10 % of a guess."""
     short = dataclasses.replace(TASKS["digits"], num_steps=60)
-    assert train(name, short, data.load("digits"), num_points=1).accuracy[-1] > 70
+    assert train(name, short, data.load("digits"), num_points=1).scores[-1] > 70
 
 
 @full

@@ -8,7 +8,9 @@ import torch
 import hipress
 from hipress.plan import MIN_SIZE
 from hipress.train.config import PLAIN
-from hipress.train.convergence import MOMENTUM, VirtualSync, is_exempt, make_optimizer
+from hipress.train.forms import SGD_MOMENTUM
+from hipress.train.virtual import VirtualSync, is_exempt
+from hipress.train.workers import make_sgd
 
 SHAPES = [(65, 67), (65,), (10, 7), (2, 33, 80)]  # odd sizes; the 2nd and 3rd are exempt
 NUM_WORKERS = 3
@@ -112,10 +114,15 @@ def test_momentum_is_applied_once(expression: str, own: bool) -> None:
     sync = sync_of(expression)
     assert sync.has_momentum == [own, False, False, own]
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    optimizer = make_optimizer(parameters, sync.has_momentum)
+    optimizer = make_sgd(parameters, sync.has_momentum)
     by_parameter = {id(p): g["momentum"] for g in optimizer.param_groups for p in g["params"]}
     found = [by_parameter[id(p)] for p in parameters]
-    assert found == [0.0 if own else MOMENTUM, MOMENTUM, MOMENTUM, 0.0 if own else MOMENTUM]
+    assert found == [
+        0.0 if own else SGD_MOMENTUM,
+        SGD_MOMENTUM,
+        SGD_MOMENTUM,
+        0.0 if own else SGD_MOMENTUM,
+    ]
 
 
 def test_momentum_in_the_codec_is_the_optimizer_s() -> None:
@@ -124,7 +131,7 @@ def test_momentum_in_the_codec_is_the_optimizer_s() -> None:
     for expression in (PLAIN, "momentum(none, nesterov=false)"):
         parameter = torch.nn.Parameter(torch.zeros(65, 67))
         sync = VirtualSync(expression, [parameter], num_workers=NUM_WORKERS)
-        optimizer = make_optimizer([parameter], sync.has_momentum)
+        optimizer = make_sgd([parameter], sync.has_momentum)
         optimizer.param_groups[0]["lr"] = 0.1
         for step in range(5):
             (parameter.grad,) = sync.average([g[:1] for g in gradients(step)], step)
