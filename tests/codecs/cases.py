@@ -95,7 +95,7 @@ class Case:
 
     @property
     def block(self) -> int:
-        return int(self.options.get("block", 256 if self.name == "int8" else 1024))
+        return int(self.options.get("block", BLOCKS.get(self.name, 1024)))
 
     @property
     def bits(self) -> int:
@@ -148,6 +148,8 @@ class Case:
             return [("value", 16, n)]
         if self.name == "int8":
             return [("scale", 32, -(-n // self.block)), ("code", 8, n)]
+        if self.name == "int4":
+            return [("scale", 32, -(-n // self.block)), ("code", 4, n)]
         if self.name == "onebit":
             names = ("low", "high") if self.options.get("means") == "2" else ("scale",)
             return [*((s, 32, -(-n // self.block)) for s in names), ("negative", 1, n)]
@@ -219,6 +221,9 @@ class Case:
         if self.name == "int8":
             scale = np.repeat(parts["scale"], self.block)[:n]
             return torch.from_numpy((parts["code"].astype(np.float32) - 128) * scale)
+        if self.name == "int4":
+            scale = np.repeat(parts["scale"], self.block)[:n]
+            return torch.from_numpy((parts["code"].astype(np.float32) - 8) * scale)
         if self.name == "onebit":
             low, high = parts.get("low"), parts.get("high")
             if low is None or high is None:
@@ -284,9 +289,11 @@ def _multiple(num_bytes: int, of: int) -> int:
 
 RATIOS = {"topk": 0.01, "graddrop": 0.01, "dgc": 0.001, "randomk": 0.01}
 """The share of the elements that a sparse codec sends, where nothing is said."""
+BLOCKS = {"int8": 256, "int4": 128}
+"""Elements that share a scale, where nothing is said; 1024 in other codecs."""
 WORDS = ("count", "index", "key")
 """Sections of 32 bits that are whole numbers."""
-NEEDS_FEEDBACK = ("int8", "onebit", "tbq", "graddrop", "topk", "randomk")
+NEEDS_FEEDBACK = ("int8", "int4", "onebit", "tbq", "graddrop", "topk", "randomk")
 """Codecs that have error feedback unless told otherwise."""
 
 PLAIN = tuple(
@@ -297,6 +304,8 @@ PLAIN = tuple(
         "bf16",
         "int8(ef=false)",
         "int8(block=64, ef=false)",
+        "int4(ef=false)",
+        "int4(block=72, ef=false)",
         "onebit(ef=false)",
         "onebit(block=64, ef=false)",
         "onebit(block=64, means=2, ef=false)",
@@ -375,7 +384,7 @@ QUICK = (
     *("none", "fp16", "bf16", "int8(ef=false)", "onebit(ef=false)", "tbq(ef=false)"),
     *("onebit(block=64, means=2, ef=false)", "minmax(bits=2)", "terngrad", "dithering"),
     *("topk(ef=false)", "topk(exact=true, ef=false)", "randomk(ef=false)"),
-    *("int8", "onebit", "topk", "ef(terngrad)", MOMENTUM[0].expr, DGC[2].expr),
+    *("int8", "int4", "onebit", "topk", "ef(terngrad)", MOMENTUM[0].expr, DGC[2].expr),
 )
 NOT_QUICK = {case.expr for case in CASES} - set(QUICK)
 QUICK_SIZES = (7, 4097)

@@ -54,7 +54,8 @@ SIXTEEN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SIXTEEN_ON_CPU = {
     "float16": ("none", "bf16", "int8", "onebit", "ef(terngrad)", "dithering", "topk", DGC[2].expr),
     "bfloat16": (
-        *("fp16", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)", "randomk"),
+        *("fp16", "int4", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)"),
+        "randomk",
         MOMENTUM[0].expr,
     ),
 }
@@ -208,6 +209,7 @@ def test_wire_bytes(case: Case, n: int) -> None:
         ("minmax(bits=8)", 0, 64 + 16 + 16),
         ("terngrad", 4097, 64 + 16 + 16 + 1040),
         ("int8", 10007, 64 + 16 + 160 + 10016),
+        ("int4", 10007, 64 + 16 + 320 + 5008),
         ("onebit(means=2)", 4097, 64 + 16 + 32 + 32 + 528),
         ("tbq", 4097, 64 + 16 + 1040),
         ("dithering", 4097, 64 + 16 + 16 + 2064),
@@ -622,7 +624,7 @@ def poisoned(n: int, bad: float, place: int) -> torch.Tensor:
 
 def stays(case: Case, n: int, place: int) -> slice:
     """The elements that share a scale with the bad one: their residual must stay as it was."""
-    if case.name in ("int8", "onebit"):
+    if case.name in ("int8", "int4", "onebit"):
         start = place // case.block * case.block
         return slice(start, start + case.block)
     return slice(0, n) if case.rounds else slice(place, place + 1)

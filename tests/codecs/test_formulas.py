@@ -73,30 +73,38 @@ def test_bf16_rounds_to_nearest_even() -> None:
     assert ((x - decoded).abs() <= x.abs() * 2.0**-8)[normal].all()
 
 
-# --- int8 ----------------------------------------------------------------------------------------
+# --- int8 and int4 -------------------------------------------------------------------------------
+
+INTEGERS = {"int8": 127, "int4": 7}
+"""The largest level of each."""
 
 
-@pytest.mark.parametrize("expr", ["int8(ef=false)", "int8(block=64, ef=false)"])
-@pytest.mark.parametrize("n", [1, 7, 255, 256, 257, 10007])
+@pytest.mark.parametrize(
+    "expr",
+    ["int8(ef=false)", "int8(block=64, ef=false)", "int4(ef=false)", "int4(block=72, ef=false)"],
+)
+@pytest.mark.parametrize("n", [1, 7, 127, 128, 129, 255, 256, 257, 10007])
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
-def test_int8_is_within_half_a_step(expr: str, n: int, size: float) -> None:
+def test_integers_are_within_half_a_step(expr: str, n: int, size: float) -> None:
     case, x = CASES[expr], gaussian(n) * size
+    top = INTEGERS[case.name]
     x[: n // 3] *= 100  # blocks differ
     payload, decoded = sent(expr, x)
     parts = case.parts(payload, n)
     for i, scale in enumerate(parts["scale"]):
         block = slice(i * case.block, (i + 1) * case.block)
-        assert scale == np.float32(x[block].abs().max().item()) / np.float32(127)
-        # A code is rounded at 128.5 and more, where float32 has steps of 2**-16.
+        assert scale == np.float32(x[block].abs().max().item()) / np.float32(top)
+        # A code of int8 is rounded at 128.5 and more, where float32 has steps of 2**-16.
         assert (decoded[block] - x[block]).abs().max() <= scale.item() * (0.5 + 2.0**-15)
-    assert parts["code"].min() >= 1
+    assert parts["code"].min() >= 1 and parts["code"].max() <= 2 * top + 1
     assert torch.equal(decoded.sign()[decoded != 0], x.sign()[decoded != 0])
 
 
 @pytest.mark.parametrize("n", [1, 300, 10007])
-def test_int8_of_zeros(n: int) -> None:
-    payload, decoded = sent("int8(ef=false)", -torch.zeros(n))
-    assert (CASES["int8(ef=false)"].parts(payload, n)["code"] == 128).all()
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_of_zeros(name: str, n: int) -> None:
+    payload, decoded = sent(f"{name}(ef=false)", -torch.zeros(n))
+    assert (CASES[f"{name}(ef=false)"].parts(payload, n)["code"] == INTEGERS[name] + 1).all()
     assert not decoded.any()
 
 

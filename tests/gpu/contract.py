@@ -71,7 +71,8 @@ SIXTEEN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 NARROW = {
     "float16": ("none", "bf16", "int8", "ef(terngrad)", "dithering", "topk", DGC[2].expr),
     "bfloat16": (
-        *("fp16", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)", "randomk"),
+        *("fp16", "int4", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)"),
+        "randomk",
         MOMENTUM[0].expr,
     ),
 }
@@ -462,7 +463,7 @@ BAD = ((math.nan, 4099), (-math.nan, 4098), (math.inf, 0), (-math.inf, 5002))
 
 def stays(case: Case, n: int, place: int) -> slice:
     """The elements that share a scale with the bad one: their residual must stay as it was."""
-    if case.name in ("int8", "onebit"):
+    if case.name in ("int8", "int4", "onebit"):
         start = place // case.block * case.block
         return slice(start, start + case.block)
     return slice(0, n) if case.rounds else slice(place, place + 1)

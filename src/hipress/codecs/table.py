@@ -26,6 +26,7 @@ TABLE = {
     "fp16": "hipress.codecs.fp16",
     "bf16": "hipress.codecs.bf16",
     "int8": "hipress.codecs.int8",
+    "int4": "hipress.codecs.int4",
     "onebit": "hipress.codecs.onebit",
     "tbq": "hipress.codecs.tbq",
     "terngrad": "hipress.codecs.terngrad",
