@@ -291,7 +291,7 @@ def make_adamw(task: ConvergenceTask, parameters: list[nn.Parameter]) -> AdamW:
         weight_decay=task.weight_decay,
         refresh_warmup=task.refresh_warmup,
     )
-    made.check_exchange()
+    made.exchange_facts()
     return made
 
 
