@@ -71,7 +71,7 @@ def made(exponents: Any, mantissas: Any) -> Floats:
 
 def check(x: Floats, d: np.float32, each: int = 8) -> None:
     tile = np.resize(x, (1, -(-x.size // 32) * 32)).view(Tile)
-    have = np.asarray(prelude._div_shared(tile, d, each))  # type: ignore[attr-defined]
+    have = np.asarray(prelude._div_shared(tile, d, 32 // each, each))  # type: ignore[attr-defined]
     want = np.asarray(tile) / d
     same = (have.view(np.uint32) == want.view(np.uint32)) | (np.isnan(have) & np.isnan(want))
     at = np.flatnonzero(~same)

@@ -74,20 +74,20 @@ def _power(e: Any) -> Any:
     return ((e.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
-def _div_shared(x: Any, d: Any, EACH: tl.constexpr) -> Any:
+def _div_shared(x: Any, d: Any, TIMES: tl.constexpr, EACH: tl.constexpr) -> Any:
     """x / d, correctly rounded, for a d that all elements share: three instructions each.
 
     Markstein (IBM J. Res. Dev. 34, 1990): with r, the float nearest to 1 / d, the estimate x * r
     is less than 1.5 ulp away, its remainder is a float, and one correction gives the float nearest
     to x / d. That holds while nothing overflows and no bit is lost below the smallest float, so a
     tile with numbers too small or too large for that is divided by the usual instructions. A
-    thread has 32 elements, EACH of them (4 or 8) side by side, and looks at those first.
+    thread looks at its own elements first: TIMES as many as the EACH that lie side by side.
     """
     r = tl.div_rn(1.0, d)
     # Less the smallest float, so that zero, which is safe, has a sign: as an unsigned int it is
     # above all other numbers, as a signed one below them.
     size = tl.abs(x) - 1.401298464324817e-45
-    parts = tl.reshape(size, [32 // EACH, x.shape[0] * x.shape[1] // 32, EACH])
+    parts = tl.reshape(size, [TIMES, x.shape[0] * x.shape[1] // (TIMES * EACH), EACH])
     least = tl.min(tl.min(parts.to(tl.uint32, bitcast=True), axis=2), axis=0)
     largest = tl.max(tl.max(parts.to(tl.int32, bitcast=True), axis=2), axis=0)
     unsafe = (least < 0x0D800000) | (largest > 0x5F800000)  # 2^-100, 2^64

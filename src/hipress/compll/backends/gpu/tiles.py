@@ -236,7 +236,8 @@ class Tile:
                 masks[2] = self.columns(e).name("live")
             return self.printer.loaded(e, args[0], masks.get(e.variance, ""))
         if e.op == "div" and self.busy and [a.variance for a in e.args] == [2, 0]:
-            return f"_div_shared({args[0]}, {args[1]}, {self.each})"
+            times = SHAPES["random"][1] // self.each
+            return f"_div_shared({args[0]}, {args[1]}, {times}, {self.each})"
         aligned = aligned and not self._is_row(e.args[0])
         if e.op == "add" and e.type == "float":
             for k in (0, 1):
