@@ -49,6 +49,7 @@ class Language:
         return np.max(x, axis)
 
     abs = staticmethod(np.abs)
+    where = staticmethod(np.where)
     reshape = staticmethod(np.reshape)
 
 
@@ -150,6 +151,14 @@ def test_numbers_that_are_not_safe(language: Language) -> None:
     assert language.usual > 100
     for _ in range(500):  # any bits
         check(floats(rng.integers(0, 2**32, 4096)), floats(rng.integers(0, 2**32))[()])
+
+
+def test_a_condition_that_all_elements_share(language: Language) -> None:
+    x = np.float32([1.0, -2.0, 1e-40, 0.0] * 8).reshape(1, 32).view(Tile)
+    for d in np.float32([3.0, 0.0, 1e30]):
+        for holds, want in ((True, np.asarray(x) / d), (False, np.full_like(x, 7.0))):
+            have = prelude._div_shared(x, d, 4, 8, np.bool_(holds), np.float32(7.0))  # type: ignore[attr-defined]
+            assert np.array_equal(np.asarray(have), want, equal_nan=True)
 
 
 def test_a_remainder_that_is_lost_would_be_seen(language: Language) -> None:

@@ -74,7 +74,9 @@ def _power(e: Any) -> Any:
     return ((e.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
-def _div_shared(x: Any, d: Any, TIMES: tl.constexpr, EACH: tl.constexpr) -> Any:
+def _div_shared(
+    x: Any, d: Any, TIMES: tl.constexpr, EACH: tl.constexpr, cond: Any = True, other: Any = 0.0
+) -> Any:
     """x / d, correctly rounded, for a d that all elements share: three instructions each.
 
     Markstein (IBM J. Res. Dev. 34, 1990): with r, the float nearest to 1 / d, the estimate x * r
@@ -82,6 +84,8 @@ def _div_shared(x: Any, d: Any, TIMES: tl.constexpr, EACH: tl.constexpr) -> Any:
     to x / d. That holds while nothing overflows and no bit is lost below the smallest float, so a
     tile with numbers too small or too large for that is divided by the usual instructions. A
     thread looks at its own elements first: TIMES as many as the EACH that lie side by side.
+
+    Where `cond`, which all elements share too, does not hold, `other` is the result.
     """
     r = tl.div_rn(1.0, d)
     # Less the smallest float, so that zero, which is safe, has a sign: as an unsigned int it is
@@ -92,12 +96,12 @@ def _div_shared(x: Any, d: Any, TIMES: tl.constexpr, EACH: tl.constexpr) -> Any:
     largest = tl.max(tl.max(parts.to(tl.int32, bitcast=True), axis=2), axis=0)
     unsafe = (least < 0x0D800000) | (largest > 0x5F800000)  # 2^-100, 2^64
     d_is_safe = (d >= 2.168404344971009e-19) & (d <= 16777216.0)  # 2^-62, 2^24
-    if d_is_safe & (tl.max(unsafe.to(tl.int32)) == 0):
+    if cond & d_is_safe & (tl.max(unsafe.to(tl.int32)) == 0):
         q = x * r
         # The remainder is negated: one of zero is +0, times -r it is -0, and q keeps its sign.
         q = tl.fma(tl.fma(q, d, x * -1.0), -r, q)
     else:
-        q = tl.div_rn(x, d)
+        q = tl.where(cond, tl.div_rn(x, d), other)
     return q
 
 

@@ -235,9 +235,12 @@ class Tile:
             if e.variance == 2:
                 masks[2] = self.columns(e).name("live")
             return self.printer.loaded(e, args[0], masks.get(e.variance, ""))
-        if e.op == "div" and self.busy and [a.variance for a in e.args] == [2, 0]:
+        if self.busy and e.op == "div" and [a.variance for a in e.args] == [2, 0]:
             times = SHAPES["random"][1] // self.each
             return f"_div_shared({args[0]}, {args[1]}, {times}, {self.each})"
+        if e.op == "select" and [a.variance for a in e.args] == [0, 2, 0]:
+            if e.args[1].op == "div" and args[1].startswith("_div_shared("):
+                return f"{args[1][:-1]}, {args[0]}, {args[2]})"
         aligned = aligned and not self._is_row(e.args[0])
         if e.op == "add" and e.type == "float":
             for k in (0, 1):
