@@ -254,6 +254,33 @@ def test_gradients_that_codecs_stumble_on(case: Case) -> None:
         assert torch.equal(c.gpu.decode(right.to(DEVICE)).cpu(), c.cpu.decode(right))
 
 
+DIVISORS = {
+    "usual": (1.0, 1e-3),
+    "tiny elements": (1.0, 2.0**-118),
+    "tiny": (2.0**-70, 2.0**-90),
+    "subnormal": (2.0**-130, 2.0**-140),
+    "large": (2.0**40, 1.0),
+    "largest": (2.0**127, 2.0**100),
+}
+"""The largest element, by which all are divided, and the size of others."""
+
+
+@pytest.mark.parametrize("expr", ["minmax(bits=2)", "dithering(levels=2)"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_elements_and_what_divides_them_may_be_of_any_size(expr: str, dtype: str) -> None:
+    """Tiles are divided in a quick way or in the usual one; nobody can tell which."""
+    c, n = pair(expr), 3 * 4096 + 77
+    for most, size in DIVISORS.values():
+        x = gaussian(n).clamp(-4, 4) * (most / 5)
+        x[:4096:3] = 0.0
+        x[4096:8192] *= size / most  # a tile of elements that are all of another size
+        x[8192 + 5 : 8192 + 9] = torch.tensor([most, -most, size, -0.0])
+        x = x.to(getattr(torch, dtype))
+        state = c.cpu.init(x, seed=4)
+        payload = c.gpu.encode(x.to(DEVICE), moved(state)).cpu()
+        assert torch.equal(payload, c.cpu.encode(x.float(), state)), (most, size)
+
+
 def unsigned(payload: torch.Tensor, case: Case, n: int) -> dict[str, list[Any]]:
     """The sections of a frame, 0 and -0 as one number."""
     return {name: (part + 0).tolist() for name, part in case.parts(payload, n).items()}
