@@ -8,4 +8,5 @@ SPEC = Spec(
     paper="Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016",
     options=(block(128),),
     feedback=True,
+    keeps_sizes=True,
 )

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -158,10 +159,21 @@ class VirtualWorkers(Workers):
         self.optimizer = adamw or make_sgd(self.parameters, self.sync.has_momentum)
         self.bytes_at_warmup = 0
         """Bytes that a worker has sent when the warm-up of the second moment ends."""
+        self._replay: Callable[[list[Tensor]], list[tuple[Tensor, ...]]] | None = None
 
     def backward(self, batches: list[Tensor], step: int) -> None:
         if step == self.task.refresh_warmup:
             self.bytes_at_warmup = self.sync.bytes_out
+        if self.device != "cpu" and self._replay is None:
+            self._replay = self._captured(batches)
+        gradients = self._gradients(batches) if self._replay is None else self._replay(batches)
+        lr_ratio = self.task.rate_at(max(step - 1, 0)) / self.task.rate_at(step)
+        means = self.sync.average(gradients, step, lr_ratio)
+        for parameter, mean in zip(self.parameters, means, strict=True):
+            parameter.grad = mean
+
+    def _gradients(self, batches: list[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Return the gradients of each worker."""
         gradients: list[tuple[Tensor, ...]] = []
         kept: list[Tensor] = []
         for batch in batches:
@@ -170,10 +182,33 @@ class VirtualWorkers(Workers):
             kept = kept or [buffer.clone() for buffer in self.model.buffers()]
         for buffer, first in zip(self.model.buffers(), kept, strict=True):
             buffer.copy_(first)
-        lr_ratio = self.task.rate_at(max(step - 1, 0)) / self.task.rate_at(step)
-        means = self.sync.average(gradients, step, lr_ratio)
-        for parameter, mean in zip(self.parameters, means, strict=True):
-            parameter.grad = mean
+        return gradients
+
+    def _captured(
+        self, batches: list[Tensor]
+    ) -> Callable[[list[Tensor]], list[tuple[Tensor, ...]]]:
+        """Return `_gradients` as a CUDA graph: a small model waits for its launches otherwise."""
+        inputs = [batch.clone() for batch in batches]
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # libraries allocate in their first calls
+                self._gradients(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            gradients = self._gradients(inputs)
+        for buffer, before in zip(self.model.buffers(), kept, strict=True):
+            buffer.copy_(before)
+
+        def replay(batches: list[Tensor]) -> list[tuple[Tensor, ...]]:
+            for static, batch in zip(inputs, batches, strict=True):
+                static.copy_(batch)
+            graph.replay()
+            return gradients
+
+        return replay
 
 
 class RealWorker(Workers):
