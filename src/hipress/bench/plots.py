@@ -21,6 +21,8 @@ DASHES = {"ring": "--", "hierarchical": ":"}
 """Lines of other strategies are solid."""
 SMOOTHED = 0.7
 """Weight of the past in the curves of losses: the loss of a batch jumps about."""
+MAX_TITLE = 66
+"""Characters in a line above a panel."""
 MAX_COLOURS = 8
 """With more codecs, only those outside the limit have a colour and a name in the picture."""
 
@@ -110,7 +112,8 @@ def _draw_panel(axes: Any, title: str, rows: Sequence[Row]) -> None:
         unit = "%" if plain["metric"] == "loss" else "point"
         axes.plot([], [], color="0.8", label=f"within 1 {unit}")
     for row in stands_out:
-        (line,) = axes.plot(*_mean_curve(row), linewidth=1.4, label=row["codec"])
+        dashes = "--" if row["codec"].endswith(", gradients") else "-"
+        (line,) = axes.plot(*_mean_curve(row), dashes, linewidth=1.4, label=row["codec"])
         _shade(axes, row, line.get_color())
     axes.plot(*_mean_curve(plain), color="black", linewidth=1.6, label=plain["codec"])
     _shade(axes, plain, "black")
@@ -124,6 +127,8 @@ def _draw_panel(axes: Any, title: str, rows: Sequence[Row]) -> None:
         top = max(max(curve) for row in rows for curve in row["curves"])
         axes.set_ylim(min(min(ends) - 3, top - 15), top + 1)
         axes.set(xlabel="step", ylabel="test accuracy, %")
+    if len(title) > MAX_TITLE:
+        title = title.replace(": ", ":\n", 1)
     axes.set_title(title, fontsize=10)
     axes.grid(color="0.92")
     axes.legend(fontsize=8, loc="best")

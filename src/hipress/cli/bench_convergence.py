@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from hipress.train.workloads import ConvergenceTask
 
 EXAMPLE = (
-    "Examples: hipress bench convergence --data digits --codecs onebit,topk --plot curves.png; "
-    "hipress bench convergence --model gpt --device cuda --codecs int8,onebit --runs runs.jsonl"
+    "Example: hipress bench convergence --data digits --codecs onebit,topk --plot curves.png; with "
+    "a GPU: hipress bench convergence --model gpt --device cuda --codecs onebit --runs runs.jsonl"
 )
 LEAST_RATE = 1e-6
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -223,10 +223,10 @@ def _tasks(options: ConvergenceOptions) -> list[ConvergenceTask]:
 
     rate = _learning_rate(options)
     if options.model != "mlp":
-        given = options.optimizer
-        optimizers = optimizers_of(options.model)[:1] if given is None else given.split(",")
-        data = options.data or DATA_OF.get(options.model, ("",))[0]
-        tasks = [task(data, options.model, name.strip()) for name in dict.fromkeys(optimizers)]
+        usual, given = optimizers_of(options.model)[0], options.optimizer
+        optimizers = [usual] if given is None else [name.strip() for name in given.split(",")]
+        data = options.data or DATA_OF[options.model][0]
+        tasks = [task(data, options.model, name) for name in dict.fromkeys(optimizers)]
         return [_changed(one, options.steps, rate) for one in tasks]
     names = list(TASKS) if options.data in (None, "all") else split_expressions(str(options.data))
     if options.data is None and options.folder is None:

@@ -112,7 +112,7 @@ _ADAMW = replace(_IMAGES, optimizer="adamw", rate=0.002, weight_decay=0.05, warm
 LARGER = {
     ("cnn", "sgd"): replace(_IMAGES, model="cnn"),
     ("cnn", "adamw"): replace(_ADAMW, model="cnn", rate=0.001),
-    ("resnet", "sgd"): replace(_IMAGES, model="resnet", rate=0.1),
+    ("resnet", "sgd"): replace(_IMAGES, model="resnet"),
     ("resnet", "adamw"): replace(_ADAMW, model="resnet"),
     ("gpt", "adamw"): ConvergenceTask(
         data="tiny-shakespeare",
@@ -133,12 +133,9 @@ LARGER = {
 
 def task(data: str, model: str = "mlp", optimizer: str = "sgd") -> ConvergenceTask:
     """Return a task; raise a UsageError if there is none of this kind."""
-    if model not in DATA_OF:
-        raise UsageError(f"--model {model!r} is none of {', '.join(DATA_OF)}; choose one.")
-    if data not in DATA_OF[model]:
-        choices = ", ".join(DATA_OF[model])
-        raise UsageError(f"no data set {data!r}; there are: {choices}.")
     optimizers = optimizers_of(model)
+    if data not in DATA_OF[model]:
+        raise UsageError(f"no data set {data!r}; there are: {', '.join(DATA_OF[model])}.")
     if optimizer not in optimizers:
         raise UsageError(
             f"--optimizer {optimizer!r} is not one that {model} is trained with here; choose "
@@ -149,6 +146,8 @@ def task(data: str, model: str = "mlp", optimizer: str = "sgd") -> ConvergenceTa
 
 def optimizers_of(model: str) -> list[str]:
     """Return the optimizers that a model is trained with, the usual one first."""
+    if model not in DATA_OF:
+        raise UsageError(f"--model {model!r} is none of {', '.join(DATA_OF)}; choose one.")
     return ["sgd"] if model == "mlp" else [name for other, name in LARGER if other == model]
 
 
