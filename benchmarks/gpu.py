@@ -42,6 +42,7 @@ LEAST = {
     "dithering(levels=2)": (8.5, 4.5, 8.5),
     "topk": (12, 4, None),
     "graddrop": (12, 4, None),
+    "blocktopk": (12, 4, 8),
     "randomk": (12, 4, None),
     "dgc": (20, 4, None),
 }
@@ -358,6 +359,7 @@ BARS = {
     "dithering(levels=2)": 0.7,
     "topk": 0.6,
     "graddrop": 0.6,
+    "blocktopk": 0.6,
     "randomk": 0.6,
     "dgc": 0.6,
 }

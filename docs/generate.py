@@ -29,7 +29,7 @@ RANDOM = ("seed", "stream", "step")
 
 TRAFFIC = (
     "none", "fp16", "int8", "int4", "onebit", "onebit(ef=false)", "momentum(onebit)", "tbq",
-    "terngrad", "dithering", "dgc", "topk", "topk(exact=true)", "randomk",
+    "terngrad", "dithering", "dgc", "topk", "topk(exact=true)", "blocktopk", "randomk",
 )  # fmt: skip
 """The expressions of the table of memory traffic. bf16 moves as much as fp16, minmax as terngrad,
 graddrop as topk."""

@@ -41,6 +41,7 @@ FAMILIES = (
     "dithering",
     "graddrop",
     "topk(ratio=0.05)",
+    "blocktopk(k=9, block=64)",
     "randomk(ratio=0.05)",
     "dgc(ratio=0.05)",
     "momentum(ef(onebit), mu=0.9, nesterov=true)",

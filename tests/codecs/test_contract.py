@@ -55,7 +55,7 @@ SIXTEEN_ON_CPU = {
     "float16": ("none", "bf16", "int8", "onebit", "ef(terngrad)", "dithering", "topk", DGC[2].expr),
     "bfloat16": (
         *("fp16", "int4", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)"),
-        "randomk",
+        *("blocktopk", "randomk"),
         MOMENTUM[0].expr,
     ),
 }
@@ -216,6 +216,10 @@ def test_wire_bytes(case: Case, n: int) -> None:
         ("dithering(levels=8)", 4097, 64 + 16 + 16 + 4112),
         ("graddrop", 10007, 64 + 16 + 16 + 400 + 400),
         ("dgc", 10007, 64 + 16 + 16 + 48 + 48),
+        ("blocktopk", 10007, 64 + 16 + 16 + 16 + 288 + 48),
+        ("blocktopk(bits=1)", 10007, 64 + 16 + 16 + 288 + 32),
+        ("blocktopk(k=9, block=64)", 10007, 64 + 16 + 320 + 320 + 1072 + 368),
+        ("blocktopk", 0, 64 + 16),
         ("randomk", 10007, 64 + 16 + 16 + 400),
         ("topk", 10007, 64 + 16 + 16 + 400 + 400),
         ("topk(ratio=0.1)", 10007, 64 + 16 + 16 + 4000 + 4000),

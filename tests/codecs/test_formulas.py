@@ -461,6 +461,68 @@ def test_exact_topk_is_the_largest(expr: str, n: int, kind: str) -> None:
         assert torch.equal(decoded, x)
 
 
+# --- blocktopk -----------------------------------------------------------------------------------
+
+PICKS = (
+    "blocktopk(ef=false)",
+    "blocktopk(k=9, block=64, bits=1, ef=false)",
+    "blocktopk(k=20, block=512, union=true, ef=false)",
+)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "ties", "zeros", "one", "tiny", "huge"])
+@pytest.mark.parametrize("n", [1, 7, 63, 64, 65, 4096, 4097, 10007])
+@pytest.mark.parametrize("expr", PICKS)
+def test_blocktopk_sends_the_largest_of_each_block(expr: str, n: int, kind: str) -> None:
+    case, x = CASES[expr], gaussian(n)
+    if kind == "ties":
+        x = x.round()
+    elif kind == "one":
+        x = x * (torch.arange(n) % 64 == 5) * 1000 + x
+    else:
+        x = x * {"zeros": 0, "tiny": 1e-36, "huge": 1e37}.get(kind, 1.0)
+    payload, decoded = sent(expr, x)
+    parts = case.parts(payload, n)
+    for b in range(-(-n // case.block)):
+        part = x[b * case.block : (b + 1) * case.block]
+        k = min(case.k, len(part))
+        places = parts["place"][b * case.k :][: case.k]
+        expected = largest(part, k)
+        assert places[:k].tolist() == expected.tolist() and not places[k:].any()
+        size = part[expected].abs().double()
+        unit = float(size.max()) * 2.0**-24
+        high = np.zeros(k, bool)
+        if case.bits == 2:
+            least = size.min()
+            high = (size > least + 1.5936 * (size.mean() - least) + 3 * unit).numpy()
+            near = (size > least + 1.5936 * (size.mean() - least) - 3 * unit).numpy()
+        code = parts["code"][b * case.k :][: case.k]
+        assert (code[:k] % 2).tolist() == (part[expected] < 0).int().tolist()
+        if case.bits == 2:  # sizes are cut to multiples of the unit
+            assert (high <= (code[:k] > 1)).all() and ((code[:k] > 1) <= near).all()
+        # A level is the mean of what it stands for, as a bfloat16.
+        for is_high in set((code[:k] > 1).tolist()):
+            group = torch.from_numpy((code[:k] > 1) == is_high)
+            level = decoded[b * case.block :][: len(part)][expected][group].abs()
+            assert (level == level[0]).all()
+            mean = float(size[group].mean())
+            assert abs(float(level[0]) - mean) <= mean * 2.0**-8 + 2 * unit
+
+
+@pytest.mark.parametrize("expr", PICKS)
+def test_blocktopk_always_takes_something_away(expr: str) -> None:
+    # ||e||^2 = ||x||^2 - (sum over levels of count * level^2), as for a mean of magnitudes.
+    case, n = CASES[expr], 2**14
+    for x in (gaussian(n), gaussian(n) ** 5, gaussian(n) * (torch.arange(n) % 1000 == 0)):
+        decoded = sent(expr, x)[1].double()
+        whole = x.double().square().view(-1, case.block).sum(dim=1)
+        left = (x.double() - decoded).square().view(-1, case.block).sum(dim=1)
+        taken = decoded.square().view(-1, case.block).sum(dim=1)
+        # A level is rounded to 8 bits, which changes what is taken by less than 2^-7 of it.
+        assert ((left - (whole - taken)).abs() <= taken * 2.0**-7 + whole * 1e-6).all()
+        assert (left < whole).all() or not x.all()
+
+
 SAMPLED = {
     "topk": "topk(ratio={}, ef=false)",
     "graddrop": "graddrop(ratio={}, ef=false)",

@@ -314,6 +314,8 @@ def test_every_codec_has_its_own_frames() -> None:
         ("dithering", "dithering(norm=l2)"),
         ("graddrop", "graddrop(ratio=0.011)"),
         ("randomk", "randomk(ratio=0.011)"),
+        ("blocktopk", "blocktopk(k=63)"),
+        ("blocktopk", "blocktopk(bits=1)"),
         ("dgc", "dgc(ratio=0.0011)"),
     ],
 )

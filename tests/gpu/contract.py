@@ -72,7 +72,7 @@ NARROW = {
     "float16": ("none", "bf16", "int8", "ef(terngrad)", "dithering", "topk", DGC[2].expr),
     "bfloat16": (
         *("fp16", "int4", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)"),
-        "randomk",
+        *("blocktopk", "randomk"),
         MOMENTUM[0].expr,
     ),
 }

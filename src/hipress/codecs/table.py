@@ -35,6 +35,7 @@ TABLE = {
     "dgc": "hipress.codecs.dgc",
     "graddrop": "hipress.codecs.graddrop",
     "topk": "hipress.codecs.topk",
+    "blocktopk": "hipress.codecs.blocktopk",
     "randomk": "hipress.codecs.randomk",
 }
 """The module whose `SPEC` describes each built-in codec."""
