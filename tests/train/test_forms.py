@@ -24,7 +24,7 @@ def test_gradients_travel_through_the_codec_as_it_was_named(name: str) -> None:
 @pytest.mark.parametrize("name", names())
 def test_with_adamw_momentum_travels_unless_sizes_are_kept(name: str) -> None:
     found = sent(name, "adamw", RECOMMENDED)
-    assert found.is_momentum == (name not in ("none", "fp16", "bf16", "int8"))
+    assert found.is_momentum == (name not in ("none", "fp16", "bf16", "int8", "int4"))
     assert found.codec is not None and not has_momentum(found.codec)
 
 
