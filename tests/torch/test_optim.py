@@ -286,6 +286,19 @@ def test_a_step_that_a_scaler_skips_changes_nothing(alone, fused):
     assert all(p.isfinite().all() for p in ddp.parameters())
 
 
+def test_a_skipped_step_is_forgotten(alone):
+    """Catches: a gradient that is taken for momentum, since the step before it was skipped."""
+    ddp, optimizer, sync = attached("onebit")
+    train(ddp, optimizer, range(6))
+    optimizer.zero_grad()
+    loss_of(ddp, 6).backward()  # momentum, and no step
+    assert optimizer._holds_momentum
+    optimizer.refresh_warmup = 100  # the next step is a refresh
+    optimizer.zero_grad()
+    loss_of(ddp, 7).backward()
+    assert not optimizer._holds_momentum
+
+
 def test_accumulated_gradients_count_as_one(alone):
     """Catches: momentum of each backward pass in place of that of their sum."""
     trained = []
