@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from hipress.compll.backends.gpu.replay import Replays
 from hipress.compll.backends.threads import runner
 from hipress.compll.build import Bound, Loaded
 from hipress.compll.ir import MAX_NUMEL
-from hipress.compll.passes.derive import ALPHA, MU, PLAIN, RHO, Variant
+from hipress.compll.passes.derive import ALPHA, DECAY, MU, PLAIN, RHO, Variant
 from hipress.errors import BackendError, FrameError, UsageError
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class ProgramCodec(Codec):
         name: The expression that makes this codec.
         variant: The wrappers that are fused into its encode.
         mu: The momentum factor, if `variant` has momentum.
+        decay: The factor on the residual, if `variant` decays.
         backend: A CompLL backend; by default the one of `HIPRESS_BACKEND` at each call.
         family: The codecs for the way back and for other phases of training.
         shares_stream: Whether all ranks must draw the same random numbers.
@@ -76,6 +77,7 @@ class ProgramCodec(Codec):
         name: str,
         variant: Variant = PLAIN,
         mu: float = 0.9,
+        decay: float = 1.0,
         backend: str | None = None,
         family: Family | None = None,
         shares_stream: bool = False,
@@ -83,6 +85,7 @@ class ProgramCodec(Codec):
         self.bound = bound
         self.variant = variant
         self.mu = mu
+        self.decay = decay
         self._name = name
         self._backend = backend
         self.family = family or Family()
@@ -143,12 +146,18 @@ class ProgramCodec(Codec):
         """Returns the same program under other wrappers."""
         return self._copy(variant=variant, name=name, mu=mu, family=family or self.family)
 
+    def with_decay(self, decay: float, name: str, family: Family) -> ProgramCodec:
+        """Returns the same codec with a factor on its residual."""
+        return self._copy(
+            variant=replace(self.variant, decays=True), name=name, decay=decay, family=family
+        )
+
     def on_backend(self, backend: str) -> ProgramCodec:
         """Returns the same codec on one backend, whatever the settings are."""
         return self._copy(backend=backend)
 
     def _copy(self, **changed: Any) -> ProgramCodec:
-        kept = {"name": self.name, "variant": self.variant, "mu": self.mu}
+        kept = {"name": self.name, "variant": self.variant, "mu": self.mu, "decay": self.decay}
         kept |= {"backend": self._backend, "family": self.family}
         return ProgramCodec(self.bound, shares_stream=self._shares_stream, **{**kept, **changed})
 
@@ -371,7 +380,7 @@ class ProgramCodec(Codec):
     ) -> bool:
         """Writes the body of a frame on the CPU; returns whether x had a NaN or an infinity."""
         loaded = self._load(dtype)
-        params = self.bound.floats(loaded.encode, {MU: self.mu, RHO: rho})
+        params = self.bound.floats(loaded.encode, {MU: self.mu, RHO: rho, DECAY: self.decay})
         elements, pool = tensors.flat(x.contiguous()), runner(settings.num_threads())
         held = [tensors.flat(state) for state in states]
         try:
