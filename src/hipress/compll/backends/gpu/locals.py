@@ -16,6 +16,8 @@ from hipress.errors import BackendError
 
 FEW = 8
 """Values of a row that are scattered one by one in any case."""
+WIDE = 256
+"""Elements of a block from which on a few of them are not gathered by shuffling all."""
 
 if TYPE_CHECKING:
     from hipress.compll.backends.gpu.tiles import Columns, Tile
@@ -37,7 +39,21 @@ def element(tile: Tile, e: Expr, index: str) -> str:
             return f"_partner({name}, {step})"  # compiles five times faster than a gather
     spread = f"tl.broadcast_to({cast(f'({index})', 'i32')}, [{tile.rows}, {columns.width}])"
     inside = f"tl.minimum(tl.maximum({spread}, 0), {own.width - 1})"
+    if _is_rising(at) and own.width >= WIDE and columns.width >= FEW:
+        steps = columns.width.bit_length() - 1
+        if machine_type(x.body) in ("f32", "i32"):
+            return f"_picked({name}, {inside}, {columns.name('cols')}, 32, {steps})"
     return f"tl.gather({name}, {inside}, 1)"
+
+
+def _is_rising(at: Expr) -> bool:
+    """Whether an index is a place of the largest elements, clamped or not: these rise."""
+    while at.op in ("min", "max"):
+        places = [e for e in at.args if e.variance == 2]
+        if len(places) != 1:
+            return False
+        at = places[0]
+    return at.op == "local" and at.attr.kind == "largest" and at.args[0].op in ("lidx", "ridx")
 
 
 def room_columns(tile: Tile, x: ir.Local) -> Columns:

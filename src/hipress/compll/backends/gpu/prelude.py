@@ -375,6 +375,31 @@ def _spread(
     return tl.reshape(total, [rows, WIDTH])
 
 
+def _picked(x: Any, at: Any, cols: Any, LANES: tl.constexpr, STEPS: tl.constexpr) -> Any:
+    """Elements of each row at places that rise, until they do not: what follows is 0.
+
+    The other way round than `_spread`. A gather from a wide row would hold all of it in each warp.
+    """
+    rows: tl.constexpr = x.shape[0]
+    last: tl.constexpr = at.shape[1] - 1
+    groups: tl.constexpr = x.shape[1] // LANES
+    before = tl.broadcast_to(tl.maximum(cols - 1, 0), at.shape)
+    at = tl.where((cols == 0) | (at > tl.gather(at, before, 1)), at, 2147483647)
+    begin = tl.broadcast_to(tl.arange(0, groups)[None, :] * LANES, [rows, groups])
+    first = _below(at, begin, STEPS)
+    count = _below(at, begin + LANES, STEPS) - first
+    group = tl.minimum(at // LANES, groups - 1)
+    turn = tl.where(at < 2147483647, cols - _pick(first, group), -1)
+    bits = tl.reshape(x.to(tl.int32, bitcast=True), [rows, groups, LANES])
+    lanes = tl.arange(0, LANES)[None, None, :]
+    found = tl.zeros_like(at)
+    for k in range(tl.max(count)):
+        lane = tl.where(k < count, _pick(at, tl.minimum(first + k, last)) - begin, -1)
+        one = tl.sum(tl.where(lanes == lane[:, :, None], bits, 0), axis=2)
+        found = tl.where(turn == k, _pick(one, group), found)
+    return found.to(x.dtype, bitcast=True)
+
+
 def _sums_before(parts: Any, count: Any) -> Any:
     """Replaces some counts by the sum of those before each; gives the sum of all."""
     lanes = tl.arange(0, 1024)
