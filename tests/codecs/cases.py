@@ -43,6 +43,8 @@ class Case:
     mu: float | None = None
     nesterov: bool = False
     """Of the wrapper; `dgc` has an option of its own for it."""
+    decay: float = 1.0
+    """The factor on the residual."""
 
     @property
     def name(self) -> str:
@@ -397,6 +399,16 @@ MOMENTUM = (
         nesterov=True,
     ),
 )
+DECAYED = (
+    Case(expr="ef(onebit, decay=0.75)", plain="onebit(ef=false)", feedback=True, decay=0.75),
+    Case(
+        expr="momentum(ef(onebit, decay=0.75), mu=0.5, nesterov=false)",
+        plain="onebit(ef=false)",
+        feedback=True,
+        mu=0.5,
+        decay=0.75,
+    ),
+)
 DGC = tuple(
     Case(expr=e, plain=e)
     for e in (
@@ -410,7 +422,7 @@ WARMUP = "dgc(ratio=0.05, warmup=4)"
 """Its last phase is a case above but for the ratio, which is a number and no other kernel."""
 WIRE = (*PLAIN, *DGC)
 """One case for each kind of frame."""
-CASES = (*PLAIN, *FEEDBACK, *MOMENTUM, *DGC)
+CASES = (*PLAIN, *FEEDBACK, *MOMENTUM, *DECAYED, *DGC)
 STATEFUL = tuple(c for c in CASES if c.feedback or c.mu is not None)
 NAMES = tuple(sorted({c.name for c in CASES} - {"none"}, key=len, reverse=True))
 
@@ -421,6 +433,7 @@ QUICK = (
     *("onebit(block=64, means=2, ef=false)", "minmax(bits=2)", "terngrad", "dithering"),
     *("topk(ef=false)", "topk(exact=true, ef=false)", "randomk(ef=false)", "blocktopk"),
     *("int8", "int4", "onebit", "topk", "ef(terngrad)", MOMENTUM[0].expr, DGC[2].expr),
+    DECAYED[0].expr,
 )
 NOT_QUICK = {case.expr for case in CASES} - set(QUICK)
 QUICK_SIZES = (7, 4097)

@@ -17,7 +17,7 @@ from tests.docs.test_docs import rows
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "codecs.md").read_text("utf-8")
 README = (ROOT / "README.md").read_text("utf-8")
-WRAPPER_OPTIONS = {"ef": (), "momentum": (("mu", 0.9), ("nesterov", True))}
+WRAPPER_OPTIONS = {"ef": (("decay", 1.0),), "momentum": (("mu", 0.9), ("nesterov", True))}
 
 
 def load_generator() -> types.ModuleType:

@@ -27,8 +27,10 @@ from hipress.errors import UsageError
 
 REFRESH_WARMUP = 100
 """Number of first steps that all refresh the second moment."""
-REFRESH_EVERY = 50
-"""Number of steps from one refresh to the next after that."""
+REFRESH_EVERY: float = 50
+"""Number of steps from one refresh to the next after that, or their share of all steps so far."""
+DECAY_POWER = 0.0
+"""After a pause of n steps the second moment decays by beta2 to the power of n to this power."""
 TINY = 1e-30
 """Elements whose second moment has a root far below this divided by eps do not move."""
 
@@ -85,6 +87,8 @@ class _Counts:
     """Number of updates of the second moment."""
     sq_step: int
     """The step of the last of them."""
+    sq_weight: float
+    """The sum of the weights of all gradients in the second moment, 1 in the end."""
 
     @property
     def is_behind(self) -> bool:
@@ -102,16 +106,23 @@ class _AdamExchange:
         self,
         *args: Any,
         refresh_warmup: int = REFRESH_WARMUP,
-        refresh_every: int = REFRESH_EVERY,
+        refresh_every: float = REFRESH_EVERY,
         **kwargs: Any,
     ) -> None:
-        for name, value in (("refresh_warmup", refresh_warmup), ("refresh_every", refresh_every)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{name} is {value!r}; give a number of steps, at least 1.")
+        if not _is_count(refresh_warmup):
+            raise UsageError(
+                f"refresh_warmup is {refresh_warmup!r}; give a number of steps, at least 1."
+            )
+        is_share = isinstance(refresh_every, float) and 0 < refresh_every < 1
+        if not (is_share or _is_count(refresh_every)):
+            raise UsageError(
+                f"refresh_every is {refresh_every!r}; give a number of steps, at least 1, or a "
+                "share of the steps so far, such as 0.04."
+            )
         self._init_exchange(refresh_warmup, refresh_every)
         super().__init__(*args, **kwargs)
 
-    def _init_exchange(self, warmup: int, every: int) -> None:
+    def _init_exchange(self, warmup: int, every: float) -> None:
         self.refresh_warmup = warmup
         self.refresh_every = every
         self._holds_momentum: set[torch.Tensor] = set()
@@ -154,7 +165,7 @@ class _AdamExchange:
         found = [self._count(p) for p in parameters if self.state.get(p)]
         return not found or any(
             count.sq_updates < self.refresh_warmup
-            or count.step + 1 - count.sq_step >= self.refresh_every
+            or count.step + 1 - count.sq_step >= self._pause(count.step + 1)
             for count in found
         )
 
@@ -219,6 +230,7 @@ class _AdamExchange:
             if parameter not in own and parameter.grad is not None:
                 count.step, count.sq_updates = count.step + 1, count.sq_updates + 1
                 count.sq_step = count.step
+                count.sq_weight = 1 - float(self._group_of(parameter)["betas"][1]) ** count.step
         self._holds_momentum.clear()
         return loss
 
@@ -235,7 +247,7 @@ class _AdamExchange:
             if not self.state[parameter]:
                 lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
                 self._init_group({**group, "params": [parameter]}, *lists)  # type: ignore[attr-defined]
-                self._counts[parameter] = _Counts(0, 0, 0)
+                self._counts[parameter] = _Counts(0, 0, 0, 0.0)
         torch._foreach_add_([self.state[p]["step"] for p in parameters], 1)
         updates = []
         for parameter in parameters:
@@ -244,10 +256,15 @@ class _AdamExchange:
             update = _Update.of(group, parameter, state, count, parameter in self._holds_momentum)
             updates.append(update)
             state["sq_updates"], state["sq_step"] = count.sq_updates, count.sq_step
+            state["sq_weight"] = count.sq_weight
         in_one_pass = [update for update in updates if update.fits_kernel]
         for update in in_one_pass:
             update.run()
         _update_all(group, [update for update in updates if not update.fits_kernel])
+
+    def _pause(self, step: int) -> float:
+        """Returns the steps from one refresh to the next."""
+        return self.refresh_every * (step if self.refresh_every < 1 else 1)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -271,9 +288,13 @@ class _AdamExchange:
         if found is None:
             state = self.state[parameter]
             step = int(state["step"])  # once: for a fused optimizer the host waits for a GPU
-            sq_updates = int(state.get("sq_updates", step))
-            found = _Counts(step, sq_updates, int(state.get("sq_step", step)))
-            self._counts[parameter] = found
+            beta2 = float(self._group_of(parameter)["betas"][1])
+            found = self._counts[parameter] = _Counts(
+                step,
+                int(state.get("sq_updates", step)),
+                int(state.get("sq_step", step)),
+                float(state.get("sq_weight", 1 - beta2**step)),
+            )
         return found
 
     def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -322,9 +343,8 @@ class _Update:
     """One step of one parameter: p = keep * p - rate * m / (root * sqrt(v) + eps).
 
     Without a second moment an element only decays: a codec of signs gives it the size of its block
-    all the same. With u updates of the second moment, the last at step s, what is stored is that of
-    torch at step s: its weights add up to 1 - b2**s, not 1 - b2**u, so that torch's correction of
-    bias applies to it.
+    all the same. After an update of the second moment at step s, what is stored is that of torch at
+    step s: its weights add up to 1 - b2**s, so that torch's correction of bias applies to it.
     """
 
     parameter: torch.Tensor
@@ -357,26 +377,27 @@ class _Update:
         beta1, beta2 = map(float, group["betas"])
         old = new = 0.0
         if not is_momentum:
-            updates, last = count.sq_updates, count.sq_step
-            weights = (1 - beta2**count.step) / (1 - beta2 ** (updates + 1))
-            new = (1 - beta2) * weights
-            if updates:
-                old = beta2 * (1 - beta2**updates) / (1 - beta2**last) * weights
-            count.sq_updates, count.sq_step = updates + 1, count.step
-        lr, decay, decoupled = (
-            float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
-        )  # fmt: skip
+            decay = beta2 ** ((count.step - count.sq_step) ** DECAY_POWER)
+            weight = decay * count.sq_weight + 1 - decay
+            scale = (1 - beta2**count.step) / weight
+            new = (1 - decay) * scale
+            if count.sq_updates:
+                old = decay * count.sq_weight / (1 - beta2**count.sq_step) * scale
+            count.sq_updates += 1
+            count.sq_step, count.sq_weight = count.step, weight
+        lr, decoupled = float(group["lr"]), group["decoupled_weight_decay"]
+        weight_decay = group["weight_decay"]
         return cls(
             parameter=parameter,
             gradient=parameter.grad,
             state=state,
             is_momentum=is_momentum,
-            keep=1 - lr * decay if decoupled else 1.0,
+            keep=1 - lr * weight_decay if decoupled else 1.0,
             rate=lr / (1 - beta1**count.step),
             root=1 / math.sqrt(1 - beta2 ** max(count.sq_step, 1)),
             eps=group["eps"],
             sign=-1.0 if group["maximize"] else 1.0,
-            l2=0.0 if decoupled else decay,
+            l2=0.0 if decoupled else weight_decay,
             beta1=beta1,
             old=old,
             new=new,
@@ -444,6 +465,10 @@ def _update_all(group: dict[str, Any], updates: Sequence[_Update]) -> None:
         denominators,
         [-update.rate for update in updates],
     )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
