@@ -118,7 +118,8 @@ class Reference:
         self.m = torch.zeros_like(self.value)
         self.v = torch.zeros_like(self.value)
         self.lr, self.betas, self.eps, self.decay, self.l2 = lr, betas, eps, decay, l2
-        self.step = self.updates = 0
+        self.step = self.updates = self.last = 0
+        self.weight = 0.0  # of all gradients in v
 
     @property
     def refreshes(self):
@@ -136,11 +137,13 @@ class Reference:
         self.step += 1
         self.m = b1 * self.m + (1 - b1) * gradient
         if refreshes:
-            self.v = b2 * self.v + (1 - b2) * gradient**2
+            kept = b2 ** math.sqrt(self.step - self.last)
+            self.v = kept * self.v + (1 - kept) * gradient**2
+            self.weight = kept * self.weight + 1 - kept
             self.updates, self.last = self.updates + 1, self.step
         if not self.l2:
             self.value *= 1 - self.lr * self.decay
-        root = (self.v / (1 - b2**self.updates)).sqrt() + self.eps
+        root = (self.v / self.weight).sqrt() + self.eps
         self.value -= self.lr * self.m / (1 - b1**self.step) / root
 
 

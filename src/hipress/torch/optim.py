@@ -27,10 +27,13 @@ from hipress.errors import UsageError
 
 REFRESH_WARMUP = 100
 """Number of first steps that all refresh the second moment."""
-REFRESH_EVERY: float = 50
-"""Number of steps from one refresh to the next after that, or their share of all steps so far."""
-DECAY_POWER = 0.0
-"""After a pause of n steps the second moment decays by beta2 to the power of n to this power."""
+REFRESH_EVERY = 50
+"""Number of steps from one refresh to the next after that."""
+DECAY_POWER = 0.5
+"""After n steps without a refresh the second moment decays by beta2 ** (n ** DECAY_POWER).
+
+With 1 it would be as old as torch's, but made of few gradients; with 0 it lags behind. A GPT ended
+0.67 % above the loss of uncompressed training with 0, and 0.47 % with 0.5 (three seeds)."""
 TINY = 1e-30
 """Elements whose second moment has a root far below this divided by eps do not move."""
 
@@ -106,23 +109,16 @@ class _AdamExchange:
         self,
         *args: Any,
         refresh_warmup: int = REFRESH_WARMUP,
-        refresh_every: float = REFRESH_EVERY,
+        refresh_every: int = REFRESH_EVERY,
         **kwargs: Any,
     ) -> None:
-        if not _is_count(refresh_warmup):
-            raise UsageError(
-                f"refresh_warmup is {refresh_warmup!r}; give a number of steps, at least 1."
-            )
-        is_share = isinstance(refresh_every, float) and 0 < refresh_every < 1
-        if not (is_share or _is_count(refresh_every)):
-            raise UsageError(
-                f"refresh_every is {refresh_every!r}; give a number of steps, at least 1, or a "
-                "share of the steps so far, such as 0.04."
-            )
+        for name, value in (("refresh_warmup", refresh_warmup), ("refresh_every", refresh_every)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"{name} is {value!r}; give a number of steps, at least 1.")
         self._init_exchange(refresh_warmup, refresh_every)
         super().__init__(*args, **kwargs)
 
-    def _init_exchange(self, warmup: int, every: float) -> None:
+    def _init_exchange(self, warmup: int, every: int) -> None:
         self.refresh_warmup = warmup
         self.refresh_every = every
         self._holds_momentum: set[torch.Tensor] = set()
@@ -165,7 +161,7 @@ class _AdamExchange:
         found = [self._count(p) for p in parameters if self.state.get(p)]
         return not found or any(
             count.sq_updates < self.refresh_warmup
-            or count.step + 1 - count.sq_step >= self._pause(count.step + 1)
+            or count.step + 1 - count.sq_step >= self.refresh_every
             for count in found
         )
 
@@ -261,10 +257,6 @@ class _AdamExchange:
         for update in in_one_pass:
             update.run()
         _update_all(group, [update for update in updates if not update.fits_kernel])
-
-    def _pause(self, step: int) -> float:
-        """Returns the steps from one refresh to the next."""
-        return self.refresh_every * (step if self.refresh_every < 1 else 1)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -465,10 +457,6 @@ def _update_all(group: dict[str, Any], updates: Sequence[_Update]) -> None:
         denominators,
         [-update.rate for update in updates],
     )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

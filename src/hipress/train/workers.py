@@ -325,7 +325,6 @@ def make_adamw(task: ConvergenceTask, parameters: list[nn.Parameter]) -> AdamW:
         betas=task.betas,
         weight_decay=task.weight_decay,
         refresh_warmup=task.refresh_warmup,
-        refresh_every=task.refresh_every,
     )
     made.exchange_facts()
     return made

@@ -12,7 +12,7 @@ from torch import nn
 
 from hipress import settings
 from hipress.errors import UsageError
-from hipress.torch.optim import REFRESH_EVERY, REFRESH_WARMUP
+from hipress.torch.optim import REFRESH_WARMUP
 from hipress.train import data as data_sets
 from hipress.train.data import Characters, DataSet
 from hipress.train.models.resnet import resnet
@@ -66,8 +66,6 @@ class ConvergenceTask:
     """Largest norm of what the optimizer is given; 0 if it is not clipped."""
     refresh_warmup: int = REFRESH_WARMUP
     """First steps that all refresh the second moment, where momentum travels."""
-    refresh_every: float = REFRESH_EVERY
-    """Steps from one refresh to the next after that, or their share of the steps so far."""
 
     @property
     def name(self) -> str:
