@@ -14,6 +14,9 @@ from hipress.compll.backends.render import machine_type, wide_type
 from hipress.compll.ir import Expr
 from hipress.errors import BackendError
 
+LANES = 32
+"""Narrower rows are sorted, and scattered to, in the plain way: a row has less than one word of bits
+there, and one such program went wrong on a GPU that the interpreter had passed."""
 FEW = 8
 """Values of a row that are scattered one by one in any case."""
 WIDE = 256
@@ -39,9 +42,9 @@ def element(tile: Tile, e: Expr, index: str) -> str:
             return f"_partner({name}, {step})"  # compiles five times faster than a gather
     spread = f"tl.broadcast_to({cast(f'({index})', 'i32')}, [{tile.rows}, {columns.width}])"
     inside = f"tl.minimum(tl.maximum({spread}, 0), {own.width - 1})"
-    if own.width < columns.width:
-        # Triton 3.6 aborts when it compiles a gather from fewer columns than it writes, so the
-        # source is repeated first.
+    if own.width < columns.width and not _is_in_a_warp(tile, own):
+        # Triton 3.6 aborts when it compiles a gather from fewer columns than it writes, and a warp
+        # does not hold whole rows; so the source is repeated first.
         times = columns.width // own.width
         repeated = f"tl.broadcast_to({name}[:, None, :], [{tile.rows}, {times}, {own.width}])"
         name = f"tl.reshape({repeated}, [{tile.rows}, {columns.width}])"
@@ -50,6 +53,11 @@ def element(tile: Tile, e: Expr, index: str) -> str:
         if machine_type(x.body) in ("f32", "i32"):
             return f"_picked({name}, {inside}, {columns.name('cols')}, 32, {steps})"
     return f"tl.gather({name}, {inside}, 1)"
+
+
+def _is_in_a_warp(tile: Tile, columns: Columns) -> bool:
+    """Whether each warp holds whole rows of some columns: tried out for all shapes in use."""
+    return tile.rows >= tile.warps and tile.rows * columns.width >= 32 * tile.warps
 
 
 def _is_rising(at: Expr) -> bool:
@@ -101,8 +109,9 @@ def _places(tile: Tile, x: ir.Local, body: str, kind: str) -> str:
     else:
         # Zeros of both signs are equal.
         key = f"_key({body} + 0.0)" if kind == "f32" else body
-        if x.kind == "largest":
+        if x.kind == "largest" and over.width >= LANES:
             return _largest(tile, x, tile.named(key), live)
+        key = f"(~{key})" if x.kind == "largest" else key
         packed = f"(({key}).to(tl.int64) << 32) | {cols}"
         order = f"tl.where({live}, {packed}, 9223372036854775807)"
     order = tile.named(f"tl.sort({order}, 1)")
@@ -114,6 +123,8 @@ def _places(tile: Tile, x: ir.Local, body: str, kind: str) -> str:
     if to.width != over.width:
         lanes = f"tl.broadcast_to({to.name('cols')}, [{tile.rows}, {to.width}])"
         first = tile.named(f"tl.gather({order}, {lanes}, 1)")
+    if x.kind == "largest":  # back to the order of places
+        first = tile.named(f"tl.sort(tl.where({used}, {first}, {last}), 1)")
     return tile.named(f"tl.where({used}, {first}, 0)")
 
 
@@ -161,7 +172,7 @@ def _scattered(tile: Tile, x: ir.Local, body: str) -> str:
     kind = wide_type(x.type)
     value = tile.named(cast(body, kind))
     total = tile.named(f"tl.zeros([{tile.rows}, {to.width}], {value}.dtype)")
-    quick = kind == "f32" and over.width >= FEW and to.width >= FEW
+    quick = kind == "f32" and over.width >= FEW and to.width >= LANES
     if quick:
         near = tile.named(f"tl.minimum(tl.maximum({at}, -1), {to.width}).to(tl.int32)")
         rising = tile.named(f"_is_rising({near}, {live}, {over.name('cols')})")
