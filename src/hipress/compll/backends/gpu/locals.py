@@ -15,8 +15,8 @@ from hipress.compll.ir import Expr
 from hipress.errors import BackendError
 
 LANES = 32
-"""Narrower rows are sorted, and scattered to, in the plain way: a row has less than one word of bits
-there, and one such program went wrong on a GPU that the interpreter had passed."""
+"""Narrower rows are sorted, and scattered to, in the plain way: they have less than a word of bits,
+and one such program went wrong on a GPU though the interpreter had passed it."""
 FEW = 8
 """Values of a row that are scattered one by one in any case."""
 WIDE = 256
