@@ -283,6 +283,11 @@ class DDPAdapter(Adapter):
         assert self._exchange is not None
         return self._exchange.known_part(self._parameters[name], scale)
 
+    def momentum_factor(self, name: str) -> float:
+        """Asks the optimizer."""
+        assert self._exchange is not None
+        return self._exchange.momentum_factor(self._parameters[name])
+
     def note_exchanged(self, names: Sequence[str], *, is_momentum: bool) -> None:
         """Tells the optimizer what `.grad` will hold."""
         assert self._exchange is not None

@@ -71,6 +71,9 @@ class MomentumExchange(Protocol):
     def known_part(self, parameter: torch.Tensor, loss_scale: float) -> torch.Tensor:
         """Returns what `make_outgoing` makes of a gradient of zero, flat."""
 
+    def momentum_factor(self, parameter: torch.Tensor) -> float:
+        """Returns the factor of the last momentum in what `make_outgoing` makes."""
+
     def note_incoming(self, parameters: Iterable[torch.Tensor], *, is_momentum: bool) -> None:
         """Takes note of what `.grad` of these parameters holds when `step` is called next."""
 
@@ -183,6 +186,10 @@ class _AdamExchange:
         known = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
         self.make_outgoing(parameter, known, loss_scale)
         return known
+
+    def momentum_factor(self, parameter: torch.Tensor) -> float:
+        """Returns b1."""
+        return float(self._group_of(parameter)["betas"][0])
 
     def note_incoming(self, parameters: Iterable[torch.Tensor], *, is_momentum: bool) -> None:
         """Takes note of what `.grad` of these parameters holds when `step` is called next."""
