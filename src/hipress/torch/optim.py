@@ -41,7 +41,9 @@ class MomentumExchange(Protocol):
     """What a session asks of an optimizer that wants something else than gradients exchanged.
 
     An optimizer that has these methods, and is given to `attach`, is asked in every step for each
-    group of compressed parameters that travel together. All ranks must get the same answers.
+    group of compressed parameters that travel together. All ranks must get the same answers. It may
+    also have `momentum_factor(parameter)`, the factor of the last momentum in what `make_outgoing`
+    makes, for the accuracy guard; 0.9 is assumed otherwise.
     """
 
     def exchange_facts(self) -> dict[str, Any]:
@@ -70,9 +72,6 @@ class MomentumExchange(Protocol):
 
     def known_part(self, parameter: torch.Tensor, loss_scale: float) -> torch.Tensor:
         """Returns what `make_outgoing` makes of a gradient of zero, flat."""
-
-    def momentum_factor(self, parameter: torch.Tensor) -> float:
-        """Returns the factor of the last momentum in what `make_outgoing` makes."""
 
     def note_incoming(self, parameters: Iterable[torch.Tensor], *, is_momentum: bool) -> None:
         """Takes note of what `.grad` of these parameters holds when `step` is called next."""
