@@ -278,3 +278,52 @@ def run(task, codec, num_steps, starts, on_look, warmup=20):
                 p.grad = mean
             optimizer.step()
     return model
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+HEALTHY = {
+    "mlp": ["onebit", "momentum(ef(onebit))", "topk(ratio=0.01)", "dgc(ratio=0.01)",
+            "dgc(ratio=0.001)", "terngrad", "dithering", "int8", "bf16"],
+    "cnn": ["onebit", "momentum(ef(onebit))", "topk(ratio=0.01)", "dgc(ratio=0.01)", "terngrad",
+            "int8"],
+    "gpt": ["onebit", "topk(ratio=0.01)", "int8"],
+}  # fmt: skip
+DOUBTFUL = {"mlp": ["minmax", "tbq", "randomk"], "gpt": ["terngrad", "topk(ratio=0.001)"]}
+WRONG = ("zeros", "noise", "sign", "large")
+
+
+def table(folder):
+    """Prints the range of each number over all layers and windows, by look."""
+
+    def show(task, label, codec, num_steps):
+        found = {}
+
+        def look(step, layer, numbers, made):
+            found.setdefault(numbers.steps, []).append((numbers, guard.judge(numbers, made)))
+
+        run(task, codec, num_steps, [0, 100, 300], look)
+        cells = []
+        for steps, seen in sorted(found.items()):
+            for key in ("cosine", "share", "error"):
+                values = [getattr(one, key) for one, _ in seen if one.is_finite]
+                ends = f"{min(values):.2g} .. {max(values):.2g}" if values else "-"
+                cells.append(f"{steps} {key} {ends}")
+        fallen = sum(verdict.falls_out for seen in found.values() for _, verdict in seen)
+        print(f"| {task} | {label} | {' | '.join(cells)} | {fallen} |", flush=True)
+
+    for task in TASKS:
+        for kind, codecs in (("healthy", HEALTHY), ("doubtful", DOUBTFUL)):
+            for codec in codecs.get(task, ()):
+                show(task, f"{kind} {codec}", codec, 350)
+        for kind in WRONG:
+            for feedback in (False, True):
+                label = f"wrong {'ef ' * feedback}{kind}"
+                show(task, label, bad(folder, kind, feedback=feedback), 70)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        table(folder)
