@@ -372,3 +372,37 @@ def test_detach_ends_it(alone):
     for name in "ab":
         gap = got[name] + last[name] - given[name] - more[name]
         assert gap.abs().max() < 1e-4 * given[name].abs().max()
+
+
+def test_a_step_that_is_broken_off_counts_for_nothing(alone):
+    """Catches: what was sent in a step whose means never came, taken for something lost."""
+    run = started("int8")
+    for step in range(15):
+        if step % 3 == 1:  # an error somewhere in backward
+            run.begin_step()
+            value = torch.cat([gradient(step).view(-1), gradient(step).view(-1)])
+            run.exchange(0, ("a", "b"), value).wait()
+        steps_of(run, 1)
+    assert not run.stats().guard.overrides
+    steps_of(run, 15)
+    assert run.stats().guard.measured["a"].share > 0.97
+
+
+def test_steps_between_windows_do_nothing(alone, monkeypatch):
+    """Catches: samples, copies or exchanges in steps in which nothing is looked at."""
+    run = started("onebit")
+    steps_of(run, 30)
+    assert not run.guard.is_active and run.guard.num_looks == 2
+    for name in ("_take", "_read", "_start_look", "_follow"):
+        inner = getattr(guard.Guard, name)
+
+        def refuse(self, *args, name=name, inner=inner):
+            assert name == "_follow", name
+            version = self._version
+            inner(self, *args)
+            assert version == self._version
+
+        monkeypatch.setattr(guard.Guard, name, refuse)
+    num_syncs = run.engine.stats.num_syncs
+    steps_of(run, 20)
+    assert run.engine.stats.num_syncs == num_syncs + 20

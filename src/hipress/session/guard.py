@@ -362,7 +362,8 @@ class Guard:
 
     def begin(self, session: Session) -> None:
         """Carries out what was decided, and finds out which layers are sampled in this step."""
-        self._noted.clear()
+        if self._noted:
+            self.restart()  # the last step was broken off, and its means were not seen
         self.is_active = False
         if session.mode.current is not Mode.COMPRESSED:
             if session.mode.current is Mode.FLUSHING:
@@ -375,7 +376,7 @@ class Guard:
         if changes:
             self._switch(session, changes)
             self._follow(session)
-        self.is_active = self._tick >= self._next
+        self.is_active = bool(self._watches) and self._tick >= self._next
 
     def take(
         self,
@@ -432,9 +433,10 @@ class Guard:
     def restart(self) -> None:
         """Begins all windows anew, and forgets numbers that are on their way."""
         self._look = None
-        self._next = 0
+        self._noted.clear()
         for watch in self._watches.values():
             watch.steps, watch.is_looked_at = 0, False
+        self._note_next()
 
     def scale(self, ratio: float) -> None:
         """Brings the sums to another loss scale."""
@@ -486,7 +488,7 @@ class Guard:
     ) -> None:
         tally, adapter = self._tally, session.adapter
         assert tally is not None
-        if watch.steps and session.step - watch.last_step > MOST_GAP:
+        if is_momentum and session.step - watch.last_step > MOST_GAP:
             watch.steps = 0
         factor = decay(watch.gradient.choice.codec)
         known: torch.Tensor | None = None
@@ -555,8 +557,12 @@ class Guard:
                 watch.steps, watch.look = 0, 1
                 watch.opens_at = self._tick + watch.pause
                 watch.pause = min(2 * watch.pause, PAUSES[1])
-        self._next = min((watch.opens_at for watch in self._watches.values()), default=0)
+        self._note_next()
         return changes
+
+    def _note_next(self) -> None:
+        never = self._tick + PAUSES[1]
+        self._next = min((watch.opens_at for watch in self._watches.values()), default=never)
 
     def _override(
         self, session: Session, watch: _Watch, codec: str, found: Numbers, verdict: Verdict
