@@ -34,6 +34,7 @@ LEAST = {
     "fp16": (6, 6, 10),
     "bf16": (6, 6, 10),
     "ef(int8)": (13, 5, 9),
+    "ef(int4)": (12.53, 4.53, 8.53),
     "ef(onebit)": (12.13, 4.13, 8.13),
     "tbq": (12.25, 4.25, 8.25),
     "minmax(bits=2)": (8.25, 4.25, 8.25),
@@ -41,6 +42,7 @@ LEAST = {
     "dithering(levels=2)": (8.5, 4.5, 8.5),
     "topk": (12, 4, None),
     "graddrop": (12, 4, None),
+    "blocktopk": (12, 4, 8),
     "randomk": (12, 4, None),
     "dgc": (20, 4, None),
 }
@@ -349,6 +351,7 @@ BARS = {
     "fp16": 0.9,
     "bf16": 0.9,
     "ef(int8)": 0.9,
+    "ef(int4)": 0.6,
     "ef(onebit)": 0.9,
     "tbq": 0.9,
     "minmax(bits=2)": 0.85,
@@ -356,6 +359,7 @@ BARS = {
     "dithering(levels=2)": 0.7,
     "topk": 0.6,
     "graddrop": 0.6,
+    "blocktopk": 0.6,
     "randomk": 0.6,
     "dgc": 0.6,
 }

@@ -28,8 +28,8 @@ RANDOM = ("seed", "stream", "step")
 """The state of codecs that draw random numbers."""
 
 TRAFFIC = (
-    "none", "fp16", "int8", "onebit", "onebit(ef=false)", "momentum(onebit)", "tbq", "terngrad",
-    "dithering", "dgc", "topk", "topk(exact=true)", "randomk",
+    "none", "fp16", "int8", "int4", "onebit", "onebit(ef=false)", "momentum(onebit)", "tbq",
+    "terngrad", "dithering", "dgc", "topk", "topk(exact=true)", "blocktopk", "randomk",
 )  # fmt: skip
 """The expressions of the table of memory traffic. bf16 moves as much as fp16, minmax as terngrad,
 graddrop as topk."""

@@ -16,7 +16,7 @@ from hipress.session import guard
 from hipress.session.buckets import MOMENTUM
 from hipress.session.checkpoint import UNSENT
 from hipress.train import data as data_sets
-from hipress.train.convergence import VirtualSync, _Compressed, _Exempt, is_exempt
+from hipress.train.virtual import VirtualSync, _Compressed, _Exempt, is_exempt
 
 # --- codecs ---------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ def run(task, codec, num_steps, starts, on_look, warmup=20):
     made = made.for_momentum() if sends_momentum else made
     sync = VirtualSync("int8", parameters, num_workers=NUM_WORKERS)
     sync.tensors = [
-        _Exempt(sync) if is_exempt(p) else _Compressed(sync, made, p, 0, k)
+        _Exempt(sync, p) if is_exempt(p) else _Compressed(sync, made, p, 0, k)
         for k, p in enumerate(parameters)
     ]
     adam = AdamMomentum(parameters, model.rate, warmup) if is_adam else None

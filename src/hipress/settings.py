@@ -200,6 +200,14 @@ FASHION_MNIST = Setting(
     parse=_path_or_none,
 )
 
+TINY_SHAKESPEARE = Setting(
+    name="HIPRESS_TINY_SHAKESPEARE",
+    default=_fixed("none"),
+    meaning="folder of tiny-shakespeare's input.txt, if a command is not given one",
+    rule="an absolute path (a leading ~ is allowed), or none",
+    parse=_path_or_none,
+)
+
 TIMEOUT = Setting(
     name="HIPRESS_TIMEOUT",
     default=_fixed("none"),
@@ -208,7 +216,15 @@ TIMEOUT = Setting(
     parse=_seconds_or_none,
 )
 
-SETTINGS: tuple[Setting[Any], ...] = (CACHE_DIR, THREADS, BACKEND, LOG, FASHION_MNIST, TIMEOUT)
+SETTINGS: tuple[Setting[Any], ...] = (
+    CACHE_DIR,
+    THREADS,
+    BACKEND,
+    LOG,
+    FASHION_MNIST,
+    TINY_SHAKESPEARE,
+    TIMEOUT,
+)
 """The table: every variable that HiPress reads."""
 
 # The values by name, such as `settings.timeout_s()`; each takes an optional environment.
@@ -217,4 +233,5 @@ num_threads = THREADS.read
 backend = BACKEND.read
 log_level = LOG.read
 fashion_mnist = FASHION_MNIST.read
+tiny_shakespeare = TINY_SHAKESPEARE.read
 timeout_s = TIMEOUT.read

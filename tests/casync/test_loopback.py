@@ -30,6 +30,7 @@ FAMILIES = (
     "fp16",
     "bf16",
     "int8",
+    "int4",
     "onebit",
     "onebit(block=64, means=2)",
     "onebit(ef=false)",
@@ -40,15 +41,16 @@ FAMILIES = (
     "dithering",
     "graddrop",
     "topk(ratio=0.05)",
+    "blocktopk(k=9, block=64)",
     "randomk(ratio=0.05)",
     "dgc(ratio=0.05)",
     "momentum(ef(onebit), mu=0.9, nesterov=true)",
 )
-LIKE_OTHERS = ("ef(terngrad)", "graddrop")
-"""What `make test` leaves out: they are made of what `ef`, `terngrad` and `topk` are made of."""
+LIKE_OTHERS = ("int4", "ef(terngrad)", "graddrop")
+"""What `make test` leaves out: they are made of what `int8`, `ef`, `terngrad` and `topk` are."""
 SOME = ("onebit", "topk(ratio=0.05)", "terngrad", "randomk(ratio=0.05)", "int8", "none")
 """One of each kind: those that `make test` tries where the codec matters less."""
-BLOCKWISE = ("none", "fp16", "int8", "onebit", "onebit(block=64, means=2)", "tbq(tau=0.5)")
+BLOCKWISE = ("none", "fp16", "int8", "int4", "onebit", "onebit(block=64, means=2)", "tbq(tau=0.5)")
 """No random numbers, and no block crosses a multiple of GRAIN."""
 FIXED = (*BLOCKWISE, "topk(ratio=0.1, exact=true)")
 """No random numbers."""

@@ -13,7 +13,8 @@ from hipress.bench import cluster, machine
 from hipress.bench.convergence import ConvergenceBenchmark
 from hipress.cli.bench_convergence import BEGIN, END
 from hipress.cli.main import main
-from hipress.train.convergence import TASKS, compare
+from hipress.train.convergence import compare
+from hipress.train.workloads import LARGER, TASKS, GptSizes
 from tests.grid import full
 from tests.lab.conftest import refusal
 
@@ -152,6 +153,86 @@ def test_a_page_without_its_markers_stays_as_it_is(
     assert page.read_text() == text
 
 
+# --- other models ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_gpt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[str, ...]:
+    """The options for a GPT and a text that a test can afford."""
+    key = ("gpt", "adamw")
+    sizes = GptSizes(context=16, width=64, num_layers=1, num_heads=2)
+    monkeypatch.setitem(LARGER, key, replace(LARGER[key], gpt=sizes, warmup=2, refresh_warmup=2))
+    (tmp_path / "input.txt").write_text("Nothing will come of nothing: speak again.\n" * 50)
+    return ("--model", "gpt", "--data-dir", str(tmp_path), "--steps", "4", "--seeds", "2")
+
+
+def test_a_gpt_with_both_forms(
+    small_gpt: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, picture, runs = (tmp_path / name for name in ("page.md", "curves.png", "runs.jsonl"))
+    begin, end = "<!-- gpt table: begin -->", "<!-- gpt table: end -->"
+    page.write_text(f"{BEGIN}\nleft alone\n{END}\n{begin}\nold\n{end}\n")
+    codecs = ("--codecs", "int8,onebit,gradient:onebit", "--runs", str(runs))
+    outputs = ("--markdown", str(page), "--plot", str(picture), "--json", str(tmp_path / "f.json"))
+    assert bench(*small_gpt, *codecs) == 0
+    assert len(runs.read_text().splitlines()) == 8
+    assert bench(*small_gpt, *codecs, *outputs) == 0
+    assert len(runs.read_text().splitlines()) == 8
+    rows = json.loads((tmp_path / "f.json").read_text())["rows"]
+    assert [(row["codec"], row["form"], row["sent"]) for row in rows] == [
+        ("uncompressed", "recommended", "uncompressed"),
+        ("int8", "recommended", "int8 of gradients"),
+        ("onebit", "recommended", "onebit of momentum"),
+        ("onebit", "gradient", "onebit of gradients"),
+    ]
+    plain, int8, onebit, gradients = rows
+    for row in rows:
+        assert (row["model"], row["optimizer"], row["metric"]) == ("gpt", "adamw", "loss")
+        assert row["losses"] == [curve[-1] for curve in row["curves"]] and row["device"] == "cpu"
+        assert row["loss"] == pytest.approx(sum(row["losses"]) / 2, abs=1e-4)
+        ratios = [100 * (a / b - 1) for a, b in zip(row["losses"], plain["losses"], strict=True)]
+        assert row["difference"] == pytest.approx(sum(ratios) / 2, abs=0.02)
+        assert row["ratio_out"] == pytest.approx(
+            plain["mb_per_step"] / row["mb_per_step"], rel=0.03
+        )
+    # Two of four steps are a refresh in int8.
+    assert onebit["ratio_out"] < onebit["ratio_out_later"] == gradients["ratio_out"]
+    assert int8["ratio_out"] < onebit["ratio_out"] < gradients["ratio_out"]
+    text = page.read_text()
+    assert f"{BEGIN}\nleft alone\n{END}" in text and "old" not in text
+    assert f"{begin}\n\n| codec | gpt, adamw: MB per step | times smaller | after warm-up |" in text
+    assert "| `onebit`, gradients |" in text and "| `onebit` |" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    title = "gpt on tiny-shakespeare, adamw: 4 worker(s), 4 step(s) from rate 0.001, 2 seed(s)"
+    assert title in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--model", "gtp"), "--model 'gtp' is none of mlp, cnn, resnet, gpt; choose one."),
+        (("--model", "gpt"), "the folder of tiny-shakespeare is not known; set HIPRESS_TINY"),
+        (("--model", "gpt", "--optimizer", "sgd"), "'sgd' is not one that gpt is trained with"),
+        (("--model", "cnn", "--data", "digits"), "no data set 'digits'; there are: fashion-mnist."),
+        (("--data", "digits", "--optimizer", "adamw"), "that mlp is trained with here; choose sgd"),
+        (("--data", "digits", "--form", "best"), "--form 'best' is none of recommended, gradient;"),
+        (("--data", "digits", "--codecs", "gradient:topq"), "no codec 'topq'"),
+        (("--device", "tpu"), "--device 'tpu' is neither cpu nor cuda; choose one."),
+        (("--runs", "nowhere/runs.jsonl", *QUICK), "nowhere/runs.jsonl"),
+    ],
+)
+def test_bad_models_and_forms(
+    arguments: tuple[str, ...],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("HIPRESS_TINY_SHAKESPEARE", raising=False)
+    assert bench(*arguments) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("hipress: ") and complaint in said
+
+
 # --- over a network -------------------------------------------------------------------------------
 
 NUM_PARAMETERS = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
@@ -224,7 +305,7 @@ def found(
                     "codec": name,
                     "seed": seed,
                     "steps": [0, benchmark.num_steps],
-                    "accuracy": [10.0, 98.0 - number + seed],
+                    "scores": [10.0, 98.0 - number + seed],
                     "bytes_out": None,
                     "bytes_back": None,
                 },
@@ -290,6 +371,9 @@ def test_ranks_that_differ_are_told_and_exit_1(
         (["--data", "fashion-mnist"], "the folder of Fashion-MNIST is not known"),
         (["--workers", "2"], "--workers 2 is for virtual workers; leave it out with --hosts."),
         (["--jobs", "2"], "--jobs 2 is for virtual workers; leave it out with --hosts."),
+        (["--model", "gpt"], "--model gpt is for virtual workers; leave it out with --hosts."),
+        (["--form", "gradient"], "--form gradient is for virtual workers"),
+        (["--runs", "f"], "--runs f is for virtual workers"),
         (["--json", "/absent/f.json"], "cannot write '/absent/f.json'"),
     ],
 )

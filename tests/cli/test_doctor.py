@@ -420,3 +420,19 @@ def test_more_examples_are_more_work_but_for_the_optimizer():
     twice = scaled(model, 2.0)
     assert (twice.forward_s, twice.backward_s, twice.rest_s) == (0.4, 0.2, 0.5)
     assert twice.gradients[-1].ready_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "optimizer, codec, said",
+    [
+        ("adamw", "onebit", "optimizer = hipress.torch.AdamW(...)"),
+        ("adam", "topk", "optimizer = hipress.torch.Adam(...)"),
+        ("adamw", "int8", ""),
+        ("sgd", "onebit", ""),
+        (None, "onebit", ""),
+    ],
+)
+def test_the_advice_names_the_optimizer(optimizer, codec, said):
+    """Catches: advice to use a codec with which torch's Adam learns little."""
+    found = doctor_job._own_optimizer(optimizer, codec)
+    assert said in found and bool(said) == bool(found)

@@ -101,7 +101,7 @@ def test_without_evaluations(tmp_path):
         ({}, 2, "momentum(ef(onebit), mu=0.9, nesterov=false)"),
         ({"nesterov": True, "momentum": 0.8}, 2, "momentum(ef(onebit), mu=0.8, nesterov=true)"),
         ({"momentum": 0.0}, 2, "onebit"),
-        ({"optimizer": "adam"}, 2, "int8"),
+        ({"optimizer": "adam"}, 2, "onebit"),
         ({"codec": "topk"}, 2, "topk"),
         ({"plan": Path("p.json")}, 2, None),
     ],
@@ -143,9 +143,10 @@ def test_a_model_of_the_users_own_that_fails_is_told_with_what_it_was_given(caps
     assert "wrong_size failed on its first batch, of shapes (32, 3, 8, 8), (32,): mat1" in said
 
 
-def test_adam_and_a_word_of_advice(caplog):
+def test_adam_has_its_momentum_exchanged(caplog):
+    """Catches: torch's Adam, with which such a codec learns little."""
     assert run("--steps", "2", "--optimizer", "adam", "--codec", "dgc(ratio=0.01)") == 0
-    assert "Adam averages gradients again" in caplog.text
+    assert caplog.text == ""
 
 
 def test_momentum_is_not_applied_twice(caplog):

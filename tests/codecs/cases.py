@@ -43,6 +43,8 @@ class Case:
     mu: float | None = None
     nesterov: bool = False
     """Of the wrapper; `dgc` has an option of its own for it."""
+    decay: float = 1.0
+    """The factor on the residual."""
 
     @property
     def name(self) -> str:
@@ -95,7 +97,7 @@ class Case:
 
     @property
     def block(self) -> int:
-        return int(self.options.get("block", 256 if self.name == "int8" else 1024))
+        return int(self.options.get("block", BLOCKS.get(self.name, 1024)))
 
     @property
     def bits(self) -> int:
@@ -135,6 +137,11 @@ class Case:
     def ratio(self) -> float:
         return float(self.options.get("ratio", RATIOS[self.name]))
 
+    @property
+    def k(self) -> int:
+        """Elements that a block of `blocktopk` sends."""
+        return int(self.options.get("k", 64))
+
     def room(self, n: int) -> int:
         """The most elements that a sparse codec sends of n: k."""
         workers = int(self.options.get("workers", 1))
@@ -148,6 +155,17 @@ class Case:
             return [("value", 16, n)]
         if self.name == "int8":
             return [("scale", 32, -(-n // self.block)), ("code", 8, n)]
+        if self.name == "int4":
+            return [("scale", 32, -(-n // self.block)), ("code", 4, n)]
+        if self.name == "blocktopk":
+            num_blocks = -(-n // self.block)
+            levels = ("low", "high")[: self.bits]
+            width = next(w for w in (6, 8, 12, 16) if self.block <= 2**w)
+            return [
+                *((level, 16, num_blocks) for level in levels),
+                ("place", width, self.k * num_blocks),
+                ("code", self.bits, self.k * num_blocks),
+            ]
         if self.name == "onebit":
             names = ("low", "high") if self.options.get("means") == "2" else ("scale",)
             return [*((s, 32, -(-n // self.block)) for s in names), ("negative", 1, n)]
@@ -203,7 +221,8 @@ class Case:
             elif bits == 8:
                 parts[name] = raw
             else:
-                low_first = np.unpackbits(raw, bitorder="little").reshape(-1, bits)
+                whole = -(-8 * raw.size // bits) * bits
+                low_first = np.unpackbits(raw, count=whole, bitorder="little").reshape(-1, bits)
                 parts[name] = (low_first << np.arange(bits)).sum(axis=1)[:count]
         return parts
 
@@ -219,6 +238,11 @@ class Case:
         if self.name == "int8":
             scale = np.repeat(parts["scale"], self.block)[:n]
             return torch.from_numpy((parts["code"].astype(np.float32) - 128) * scale)
+        if self.name == "int4":
+            scale = np.repeat(parts["scale"], self.block)[:n]
+            return torch.from_numpy((parts["code"].astype(np.float32) - 8) * scale)
+        if self.name == "blocktopk":
+            return self.picked(parts, n)
         if self.name == "onebit":
             low, high = parts.get("low"), parts.get("high")
             if low is None or high is None:
@@ -250,6 +274,22 @@ class Case:
             return torch.from_numpy(out)
         count = int(parts["count"][0])
         np.add.at(out, parts["index"][:count], parts["value"][:count])  # two at one place add up
+        return torch.from_numpy(out)
+
+    def picked(self, parts: dict[str, NDArray[Any]], n: int) -> torch.Tensor:
+        """What `blocktopk` decodes: a level with a sign at each place that lies in its block."""
+        out = np.zeros(n, np.float32)
+        block = np.repeat(np.arange(-(-n // self.block)), self.k)
+        length = np.minimum(self.block, n - block * self.block)
+        low, high = (
+            (parts[name].astype(np.uint32) << 16).view(np.float32)[block]
+            for name in ("low", "high" if self.bits == 2 else "low")
+        )
+        size = np.where(parts["code"] > 1, high, low)
+        value = np.where(parts["code"] % 2 == 1, -size, size)
+        place = parts["place"].astype(np.int64)
+        used = (place < length) & (np.tile(np.arange(self.k), len(block) // self.k) < length)
+        np.add.at(out, (block * self.block + place)[used], value[used])
         return torch.from_numpy(out)
 
 
@@ -284,9 +324,11 @@ def _multiple(num_bytes: int, of: int) -> int:
 
 RATIOS = {"topk": 0.01, "graddrop": 0.01, "dgc": 0.001, "randomk": 0.01}
 """The share of the elements that a sparse codec sends, where nothing is said."""
+BLOCKS = {"int8": 256, "int4": 128, "blocktopk": 4096}
+"""Elements that share a scale, where nothing is said; 1024 in other codecs."""
 WORDS = ("count", "index", "key")
 """Sections of 32 bits that are whole numbers."""
-NEEDS_FEEDBACK = ("int8", "onebit", "tbq", "graddrop", "topk", "randomk")
+NEEDS_FEEDBACK = ("int8", "int4", "onebit", "tbq", "graddrop", "topk", "blocktopk", "randomk")
 """Codecs that have error feedback unless told otherwise."""
 
 PLAIN = tuple(
@@ -297,6 +339,8 @@ PLAIN = tuple(
         "bf16",
         "int8(ef=false)",
         "int8(block=64, ef=false)",
+        "int4(ef=false)",
+        "int4(block=72, ef=false)",
         "onebit(ef=false)",
         "onebit(block=64, ef=false)",
         "onebit(block=64, means=2, ef=false)",
@@ -313,6 +357,9 @@ PLAIN = tuple(
         "topk(ef=false)",
         "topk(exact=true, ef=false)",
         "topk(ratio=0.1, exact=true, ef=false)",
+        "blocktopk(ef=false)",
+        "blocktopk(k=9, block=64, bits=1, ef=false)",
+        "blocktopk(k=20, block=512, union=true, ef=false)",
         "randomk(ef=false)",
         "randomk(ratio=0.1, ef=false)",
     )
@@ -352,6 +399,16 @@ MOMENTUM = (
         nesterov=True,
     ),
 )
+DECAYED = (
+    Case(expr="ef(onebit, decay=0.75)", plain="onebit(ef=false)", feedback=True, decay=0.75),
+    Case(
+        expr="momentum(ef(onebit, decay=0.75), mu=0.5, nesterov=false)",
+        plain="onebit(ef=false)",
+        feedback=True,
+        mu=0.5,
+        decay=0.75,
+    ),
+)
 DGC = tuple(
     Case(expr=e, plain=e)
     for e in (
@@ -365,7 +422,7 @@ WARMUP = "dgc(ratio=0.05, warmup=4)"
 """Its last phase is a case above but for the ratio, which is a number and no other kernel."""
 WIRE = (*PLAIN, *DGC)
 """One case for each kind of frame."""
-CASES = (*PLAIN, *FEEDBACK, *MOMENTUM, *DGC)
+CASES = (*PLAIN, *FEEDBACK, *MOMENTUM, *DECAYED, *DGC)
 STATEFUL = tuple(c for c in CASES if c.feedback or c.mu is not None)
 NAMES = tuple(sorted({c.name for c in CASES} - {"none"}, key=len, reverse=True))
 
@@ -374,8 +431,9 @@ NAMES = tuple(sorted({c.name for c in CASES} - {"none"}, key=len, reverse=True))
 QUICK = (
     *("none", "fp16", "bf16", "int8(ef=false)", "onebit(ef=false)", "tbq(ef=false)"),
     *("onebit(block=64, means=2, ef=false)", "minmax(bits=2)", "terngrad", "dithering"),
-    *("topk(ef=false)", "topk(exact=true, ef=false)", "randomk(ef=false)"),
-    *("int8", "onebit", "topk", "ef(terngrad)", MOMENTUM[0].expr, DGC[2].expr),
+    *("topk(ef=false)", "topk(exact=true, ef=false)", "randomk(ef=false)", "blocktopk"),
+    *("int8", "int4", "onebit", "topk", "ef(terngrad)", MOMENTUM[0].expr, DGC[2].expr),
+    DECAYED[0].expr,
 )
 NOT_QUICK = {case.expr for case in CASES} - set(QUICK)
 QUICK_SIZES = (7, 4097)

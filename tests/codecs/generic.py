@@ -71,18 +71,21 @@ class _Wrapper(Codec):
 
 
 class Feedback(_Wrapper):
-    """Error feedback by the book: c = g + r; p = encode(c); r = c - decode(p)."""
+    """Error feedback by the book: c = g + decay r; p = encode(c); r = c - decode(p)."""
 
-    def __init__(self, inner: Codec) -> None:
+    def __init__(self, inner: Codec, *, decay: float = 1.0) -> None:
         super().__init__(inner)
+        self.decay = decay
         self._residual = "added_residual" if "residual" in inner.state_names else "residual"
 
     @property
     def name(self) -> str:
-        return f"ef({self.inner.name})"
+        decay = f", decay={self.decay!r}" if self.decay < 1 else ""
+        return f"ef({self.inner.name}{decay})"
 
     def around(self, inner: Codec) -> Codec:
-        return feedback(inner) if isinstance(inner, ProgramCodec) else Feedback(inner)
+        wrap = feedback if isinstance(inner, ProgramCodec) else Feedback
+        return wrap(inner, decay=self.decay)
 
     def aggregator(self, num_workers: int) -> Codec:
         return self.around(self.inner.aggregator(num_workers))
@@ -96,7 +99,7 @@ class Feedback(_Wrapper):
         self, x: torch.Tensor, state: State | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         residual = self._memory(self._residual, x, state)
-        corrected = x.detach().reshape(-1).float() + residual * lr_ratio(state)
+        corrected = x.detach().reshape(-1).float() + residual * (lr_ratio(state) * self.decay)
         payload = self.inner.encode(corrected, self._inside(self._residual, state), out=out)
         left = self.inner.decode(payload)
         torch.sub(corrected, left, out=left)

@@ -46,6 +46,10 @@ def back(case: Case, num_workers: int) -> Case:
         exact = "true" if case.exact else "false"
         plain = f"topk(ratio={case.ratio!r}, exact={exact}, workers={num_workers}, ef=false)"
         feedback = case.feedback or case.own_memory
+    elif case.name == "blocktopk":  # as many bytes as the way there, unless union=true
+        k = min(case.block, case.k * num_workers) if "union" in case.options else case.k
+        options = f"k={k}, block={case.block}, bits={case.bits}, ef=false"
+        plain, feedback = f"blocktopk({options})", case.feedback
     else:
         plain, feedback = case.plain, case.feedback
     return Case(expr=f"ef({plain})" if feedback else plain, plain=plain, feedback=feedback)
@@ -117,7 +121,7 @@ def test_nothing_is_lost_on_the_way_back(case: Case, n: int, backend: str) -> No
         arrived = play.step(given)
         assert arrived.dtype == torch.float32 and arrived.shape == (n,)
         if form.feedback:  # promise 3, as an identity
-            corrected = play.mean + before
+            corrected = play.mean + case.decay * before
             assert torch.equal(play.back["residual"], corrected - arrived)
         elif case.name in ("none", "randomk"):
             assert torch.equal(arrived, play.mean)
@@ -126,7 +130,7 @@ def test_nothing_is_lost_on_the_way_back(case: Case, n: int, backend: str) -> No
     # Seen from afar, over both ways: what has not arrived waits in somebody's residual.
     kept = case.feedback or (case.own_memory and case.options.get("momentum") == "0")
     lossless = form.feedback or case.name in ("none", "randomk")
-    if case.mu is None and kept and lossless:
+    if case.mu is None and case.decay == 1 and kept and lossless:
         waiting = sum(state["residual"].double() for state in play.states) / NUM_WORKERS
         if form.feedback:
             waiting = waiting + play.back["residual"]
@@ -191,7 +195,9 @@ def test_terngrad_of_one_scale_comes_back_whole(backend: str) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.mu is not None], ids=ids)
 def test_momentum_is_not_applied_twice(case: Case, backend: str) -> None:
     inside = next(
-        c for c in CASES if (c.plain, c.feedback, c.mu) == (case.plain, case.feedback, None)
+        c
+        for c in CASES
+        if (c.plain, c.feedback, c.mu, c.decay) == (case.plain, case.feedback, None, case.decay)
     )
     a, b = (hipress.codec(c.expr).aggregator(NUM_WORKERS) for c in (case, inside))
     states = [codec.init(torch.empty(500), seed=1) for codec in (a, b)]

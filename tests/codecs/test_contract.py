@@ -54,7 +54,8 @@ SIXTEEN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SIXTEEN_ON_CPU = {
     "float16": ("none", "bf16", "int8", "onebit", "ef(terngrad)", "dithering", "topk", DGC[2].expr),
     "bfloat16": (
-        *("fp16", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)", "randomk"),
+        *("fp16", "int4", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)"),
+        *("blocktopk", "randomk"),
         MOMENTUM[0].expr,
     ),
 }
@@ -117,7 +118,7 @@ def generic(case: Case) -> Codec:
     """The wrappers of a case around its plain codec, by the generic path."""
     c = hipress.codec(case.plain)
     if case.feedback:
-        c = Feedback(c)
+        c = Feedback(c, decay=case.decay)
     return c if case.mu is None else Momentum(c, mu=case.mu, nesterov=case.nesterov)
 
 
@@ -136,7 +137,7 @@ def to_send(case: Case, x: torch.Tensor, state: dict[str, torch.Tensor]) -> torc
     if case.mu is not None:
         m = case.mu * state["momentum"] + g
         g = g + case.mu * m if case.nesterov else m
-    return g + state["residual"] if case.feedback else g
+    return g + case.decay * state["residual"] if case.feedback else g
 
 
 # --- every codec is here -------------------------------------------------------------------------
@@ -208,12 +209,17 @@ def test_wire_bytes(case: Case, n: int) -> None:
         ("minmax(bits=8)", 0, 64 + 16 + 16),
         ("terngrad", 4097, 64 + 16 + 16 + 1040),
         ("int8", 10007, 64 + 16 + 160 + 10016),
+        ("int4", 10007, 64 + 16 + 320 + 5008),
         ("onebit(means=2)", 4097, 64 + 16 + 32 + 32 + 528),
         ("tbq", 4097, 64 + 16 + 1040),
         ("dithering", 4097, 64 + 16 + 16 + 2064),
         ("dithering(levels=8)", 4097, 64 + 16 + 16 + 4112),
         ("graddrop", 10007, 64 + 16 + 16 + 400 + 400),
         ("dgc", 10007, 64 + 16 + 16 + 48 + 48),
+        ("blocktopk", 10007, 64 + 16 + 16 + 16 + 288 + 48),
+        ("blocktopk(bits=1)", 10007, 64 + 16 + 16 + 288 + 32),
+        ("blocktopk(k=9, block=64)", 10007, 64 + 16 + 320 + 320 + 1072 + 368),
+        ("blocktopk", 0, 64 + 16),
         ("randomk", 10007, 64 + 16 + 16 + 400),
         ("topk", 10007, 64 + 16 + 16 + 400 + 400),
         ("topk(ratio=0.1)", 10007, 64 + 16 + 16 + 4000 + 4000),
@@ -399,7 +405,9 @@ def test_nothing_is_lost(case: Case, n: int, backend: str) -> None:
         went_in += x
         came_out += decoded
         rounding += 2.0**-24 * (corrected.abs() + left.abs())
-    if case.mu is None:  # seen from afar: what has not come out waits in the residual
+    if (
+        case.mu is None and case.decay == 1
+    ):  # seen from afar: what has not come out waits in the residual
         assert ((came_out + state["residual"] - went_in).abs() <= rounding).all()
 
 
@@ -622,7 +630,7 @@ def poisoned(n: int, bad: float, place: int) -> torch.Tensor:
 
 def stays(case: Case, n: int, place: int) -> slice:
     """The elements that share a scale with the bad one: their residual must stay as it was."""
-    if case.name in ("int8", "onebit"):
+    if case.name in ("int8", "int4", "onebit"):
         start = place // case.block * case.block
         return slice(start, start + case.block)
     return slice(0, n) if case.rounds else slice(place, place + 1)

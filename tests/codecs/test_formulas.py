@@ -73,30 +73,38 @@ def test_bf16_rounds_to_nearest_even() -> None:
     assert ((x - decoded).abs() <= x.abs() * 2.0**-8)[normal].all()
 
 
-# --- int8 ----------------------------------------------------------------------------------------
+# --- int8 and int4 -------------------------------------------------------------------------------
+
+INTEGERS = {"int8": 127, "int4": 7}
+"""The largest level of each."""
 
 
-@pytest.mark.parametrize("expr", ["int8(ef=false)", "int8(block=64, ef=false)"])
-@pytest.mark.parametrize("n", [1, 7, 255, 256, 257, 10007])
+@pytest.mark.parametrize(
+    "expr",
+    ["int8(ef=false)", "int8(block=64, ef=false)", "int4(ef=false)", "int4(block=72, ef=false)"],
+)
+@pytest.mark.parametrize("n", [1, 7, 127, 128, 129, 255, 256, 257, 10007])
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
-def test_int8_is_within_half_a_step(expr: str, n: int, size: float) -> None:
+def test_integers_are_within_half_a_step(expr: str, n: int, size: float) -> None:
     case, x = CASES[expr], gaussian(n) * size
+    top = INTEGERS[case.name]
     x[: n // 3] *= 100  # blocks differ
     payload, decoded = sent(expr, x)
     parts = case.parts(payload, n)
     for i, scale in enumerate(parts["scale"]):
         block = slice(i * case.block, (i + 1) * case.block)
-        assert scale == np.float32(x[block].abs().max().item()) / np.float32(127)
-        # A code is rounded at 128.5 and more, where float32 has steps of 2**-16.
+        assert scale == np.float32(x[block].abs().max().item()) / np.float32(top)
+        # A code of int8 is rounded at 128.5 and more, where float32 has steps of 2**-16.
         assert (decoded[block] - x[block]).abs().max() <= scale.item() * (0.5 + 2.0**-15)
-    assert parts["code"].min() >= 1
+    assert parts["code"].min() >= 1 and parts["code"].max() <= 2 * top + 1
     assert torch.equal(decoded.sign()[decoded != 0], x.sign()[decoded != 0])
 
 
 @pytest.mark.parametrize("n", [1, 300, 10007])
-def test_int8_of_zeros(n: int) -> None:
-    payload, decoded = sent("int8(ef=false)", -torch.zeros(n))
-    assert (CASES["int8(ef=false)"].parts(payload, n)["code"] == 128).all()
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_of_zeros(name: str, n: int) -> None:
+    payload, decoded = sent(f"{name}(ef=false)", -torch.zeros(n))
+    assert (CASES[f"{name}(ef=false)"].parts(payload, n)["code"] == INTEGERS[name] + 1).all()
     assert not decoded.any()
 
 
@@ -451,6 +459,68 @@ def test_exact_topk_is_the_largest(expr: str, n: int, kind: str) -> None:
     if kind == "mostly zero":
         assert x.count_nonzero() <= max(k, 1)
         assert torch.equal(decoded, x)
+
+
+# --- blocktopk -----------------------------------------------------------------------------------
+
+PICKS = (
+    "blocktopk(ef=false)",
+    "blocktopk(k=9, block=64, bits=1, ef=false)",
+    "blocktopk(k=20, block=512, union=true, ef=false)",
+)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "ties", "zeros", "one", "tiny", "huge"])
+@pytest.mark.parametrize("n", [1, 7, 63, 64, 65, 4096, 4097, 10007])
+@pytest.mark.parametrize("expr", PICKS)
+def test_blocktopk_sends_the_largest_of_each_block(expr: str, n: int, kind: str) -> None:
+    case, x = CASES[expr], gaussian(n)
+    if kind == "ties":
+        x = x.round()
+    elif kind == "one":
+        x = x * (torch.arange(n) % 64 == 5) * 1000 + x
+    else:
+        x = x * {"zeros": 0, "tiny": 1e-36, "huge": 1e37}.get(kind, 1.0)
+    payload, decoded = sent(expr, x)
+    parts = case.parts(payload, n)
+    for b in range(-(-n // case.block)):
+        part = x[b * case.block : (b + 1) * case.block]
+        k = min(case.k, len(part))
+        places = parts["place"][b * case.k :][: case.k]
+        expected = largest(part, k)
+        assert places[:k].tolist() == expected.tolist() and not places[k:].any()
+        size = part[expected].abs().double()
+        unit = float(size.max()) * 2.0**-24
+        high = np.zeros(k, bool)
+        if case.bits == 2:
+            least = size.min()
+            high = (size > least + 1.5936 * (size.mean() - least) + 3 * unit).numpy()
+            near = (size > least + 1.5936 * (size.mean() - least) - 3 * unit).numpy()
+        code = parts["code"][b * case.k :][: case.k]
+        assert (code[:k] % 2).tolist() == (part[expected] < 0).int().tolist()
+        if case.bits == 2:  # sizes are cut to multiples of the unit
+            assert (high <= (code[:k] > 1)).all() and ((code[:k] > 1) <= near).all()
+        # A level is the mean of what it stands for, as a bfloat16.
+        for is_high in set((code[:k] > 1).tolist()):
+            group = torch.from_numpy((code[:k] > 1) == is_high)
+            level = decoded[b * case.block :][: len(part)][expected][group].abs()
+            assert (level == level[0]).all()
+            mean = float(size[group].mean())
+            assert abs(float(level[0]) - mean) <= mean * 2.0**-8 + 2 * unit
+
+
+@pytest.mark.parametrize("expr", PICKS)
+def test_blocktopk_always_takes_something_away(expr: str) -> None:
+    # ||e||^2 = ||x||^2 - (sum over levels of count * level^2), as for a mean of magnitudes.
+    case, n = CASES[expr], 2**14
+    for x in (gaussian(n), gaussian(n) ** 5, gaussian(n) * (torch.arange(n) % 1000 == 0)):
+        decoded = sent(expr, x)[1].double()
+        whole = x.double().square().view(-1, case.block).sum(dim=1)
+        left = (x.double() - decoded).square().view(-1, case.block).sum(dim=1)
+        taken = decoded.square().view(-1, case.block).sum(dim=1)
+        # A level is rounded to 8 bits, which changes what is taken by less than 2^-7 of it.
+        assert ((left - (whole - taken)).abs() <= taken * 2.0**-7 + whole * 1e-6).all()
+        assert (left < whole).all() or not x.all()
 
 
 SAMPLED = {

@@ -306,6 +306,7 @@ def test_every_codec_has_its_own_frames() -> None:
         ("topk(ratio=0.01)", "topk(ratio=0.011)"),
         ("terngrad(clip=2.5)", "terngrad(clip=2.0)"),
         ("int8", "int8(block=64)"),
+        ("int4", "int4(block=64)"),
         ("tbq", "tbq(tau=0.25)"),
         ("onebit", "onebit(means=2)"),
         ("dithering", "dithering(levels=3)"),
@@ -313,6 +314,8 @@ def test_every_codec_has_its_own_frames() -> None:
         ("dithering", "dithering(norm=l2)"),
         ("graddrop", "graddrop(ratio=0.011)"),
         ("randomk", "randomk(ratio=0.011)"),
+        ("blocktopk", "blocktopk(k=63)"),
+        ("blocktopk", "blocktopk(bits=1)"),
         ("dgc", "dgc(ratio=0.0011)"),
     ],
 )

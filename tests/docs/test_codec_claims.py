@@ -66,6 +66,26 @@ def test_int8() -> None:
     assert hipress.codec("int8").aggregator(4).name == "int8"
 
 
+def test_int4() -> None:
+    c = hipress.codec("int4(ef=false)")
+    x = torch.cat([torch.linspace(-7, 7, 128), torch.zeros(12)])
+    body = c.encode(x)[80:].numpy().tobytes()
+    assert len(body) == 16 + 80 and c.wire_bytes(140) == 176
+    assert body[:16] == struct.pack("<2f8x", 1.0, 0.0)
+    assert body[16] == 0x11 and body[16 + 63] == 0xFF and set(body[80:86]) == {0x88}
+
+    x = torch.randn(100_096)
+    largest = x.view(-1, 128).abs().amax(dim=1, keepdim=True)
+    e = (c.decode(c.encode(x)) - x).view(-1, 128).abs()
+    assert (e <= largest / 14 * 1.0001).all()  # half a step
+    shares = []
+    for block in (64, 128, 256):
+        c = hipress.codec(f"int4(block={block}, ef=false)")
+        shares.append(((c.decode(c.encode(x)) - x).square().sum() / x.square().sum()).item())
+    assert [round(100 * share, 1) for share in shares] == [1.2, 1.4, 1.6]
+    assert hipress.codec("int4").aggregator(4).name == "int4"
+
+
 def test_onebit() -> None:
     x = torch.tensor([1.0, -2.0, 0.5, 0.0, -0.25, 3.0, -1.5, 4.0, 0.75, -3.0])
     signs = bytes([0b01010010, 0b10])

@@ -17,7 +17,7 @@ from tests.docs.test_docs import rows
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "codecs.md").read_text("utf-8")
 README = (ROOT / "README.md").read_text("utf-8")
-WRAPPER_OPTIONS = {"ef": (), "momentum": (("mu", 0.9), ("nesterov", True))}
+WRAPPER_OPTIONS = {"ef": (("decay", 1.0),), "momentum": (("mu", 0.9), ("nesterov", True))}
 
 
 def load_generator() -> types.ModuleType:
@@ -43,10 +43,10 @@ def test_the_check_can_fail() -> None:
 
 
 def test_the_table_of_the_readme() -> None:
-    header = ("codec", "what is sent", "times smaller", "error feedback")
+    header = ("codec", "what is sent", "times smaller", "error feedback", "trained: GPT / ResNet")
     found = rows(README, *header)
     assert [row[0].partition("(")[0] for row in found] == hipress.codecs.names()
-    for expression, _, ratio, feedback in found:
+    for expression, _, ratio, feedback, _ in found:
         assert ratio == generator.ratio_of(expression), expression
         assert feedback == generator.feedback_of(expression), expression
 

@@ -71,7 +71,8 @@ SIXTEEN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 NARROW = {
     "float16": ("none", "bf16", "int8", "ef(terngrad)", "dithering", "topk", DGC[2].expr),
     "bfloat16": (
-        *("fp16", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)", "randomk"),
+        *("fp16", "int4", "onebit", "tbq", "minmax(bits=2)", "graddrop", "topk(exact=true)"),
+        *("blocktopk", "randomk"),
         MOMENTUM[0].expr,
     ),
 }
@@ -251,6 +252,33 @@ def test_gradients_that_codecs_stumble_on(case: Case) -> None:
         if not (zeros and unsigned(payload, case, n) == unsigned(right, case, n)):
             agree(case, payload, right, n)
         assert torch.equal(c.gpu.decode(right.to(DEVICE)).cpu(), c.cpu.decode(right))
+
+
+DIVISORS = {
+    "usual": (1.0, 1e-3),
+    "tiny elements": (1.0, 2.0**-118),
+    "tiny": (2.0**-70, 2.0**-90),
+    "subnormal": (2.0**-130, 2.0**-140),
+    "large": (2.0**40, 1.0),
+    "largest": (2.0**127, 2.0**100),
+}
+"""The largest element, by which all are divided, and the size of others."""
+
+
+@pytest.mark.parametrize("expr", ["minmax(bits=2)", "dithering(levels=2)"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_elements_and_what_divides_them_may_be_of_any_size(expr: str, dtype: str) -> None:
+    """Tiles are divided in a quick way or in the usual one; nobody can tell which."""
+    c, n = pair(expr), 3 * 4096 + 77
+    for most, size in DIVISORS.values():
+        x = gaussian(n).clamp(-4, 4) * (most / 5)
+        x[:4096:3] = 0.0
+        x[4096:8192] *= size / most  # a tile of elements that are all of another size
+        x[8192 + 5 : 8192 + 9] = torch.tensor([most, -most, size, -0.0])
+        x = x.to(getattr(torch, dtype))
+        state = c.cpu.init(x, seed=4)
+        payload = c.gpu.encode(x.to(DEVICE), moved(state)).cpu()
+        assert torch.equal(payload, c.cpu.encode(x.float(), state)), (most, size)
 
 
 def unsigned(payload: torch.Tensor, case: Case, n: int) -> dict[str, list[Any]]:
@@ -462,7 +490,7 @@ BAD = ((math.nan, 4099), (-math.nan, 4098), (math.inf, 0), (-math.inf, 5002))
 
 def stays(case: Case, n: int, place: int) -> slice:
     """The elements that share a scale with the bad one: their residual must stay as it was."""
-    if case.name in ("int8", "onebit"):
+    if case.name in ("int8", "int4", "onebit"):
         start = place // case.block * case.block
         return slice(start, start + case.block)
     return slice(0, n) if case.rounds else slice(place, place + 1)

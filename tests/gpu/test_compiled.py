@@ -152,6 +152,16 @@ def test_the_main_pass_reads_four_floats_at_once(expr: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_a_random_pass_reads_eight_numbers_of_16_bits_at_once(dtype: str) -> None:
+    kernel = compiled("minmax(bits=2)", dtype)["_encode_p1"]
+    assert wide_loads(kernel.asm["ptx"]) > 0
+    # Random numbers are made where they are used: only packed codes go through shared memory.
+    moved = re.findall(r"ttg\.convert_layout .* : tensor<([\dx]+)x", kernel.asm["ttgir"])
+    assert set(moved) <= {"1x256"}
+
+
+@needs_compiler
 @pytest.mark.parametrize("expr", CODECS)
 def test_nothing_is_fused_and_nothing_spills(expr: str) -> None:
     # A fused multiply-add would make the GPU decode other bits than the CPU (promise 1).

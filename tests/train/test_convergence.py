@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
+import json
 import os
+import random
+import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hipress.errors import UsageError
-from hipress.train import data
+from hipress.train import convergence, data
 from hipress.train.config import PLAIN
-from hipress.train.convergence import (
-    TASKS,
-    compare,
-    default_codecs,
-    names_of,
-    task,
-    train,
-)
+from hipress.train.convergence import cells_of, compare, default_codecs, names_of
+from hipress.train.data import Characters
+from hipress.train.forms import GRADIENT, RECOMMENDED
+from hipress.train.workers import train
+from hipress.train.workloads import LARGER, TASKS, GptSizes, task
 from tests.grid import full, thinned
 
 SHORT = dataclasses.replace(TASKS["digits"], num_steps=20)
@@ -29,20 +31,20 @@ def test_a_seed_decides_the_run() -> None:
     first = train("terngrad", SHORT, digits, seed=3)
     assert train("terngrad", SHORT, digits, seed=3) == first
     other = train("terngrad", SHORT, digits, seed=4)
-    assert other.accuracy != first.accuracy and other.bytes_out == first.bytes_out
+    assert other.scores != first.scores and other.bytes_out == first.bytes_out
 
 
 def test_runs_of_a_seed_differ_in_the_codec_alone() -> None:
     digits = data.load("digits")
     plain, none = (train(name, SHORT, digits, seed=1) for name in (PLAIN, "none"))
-    assert plain.accuracy == none.accuracy
+    assert plain.scores == none.scores
     assert none.bytes_out == plain.bytes_out + 2 * 80  # the headers of two frames
 
 
 def test_the_curve_starts_untrained_and_ends_at_the_end() -> None:
     run = train(PLAIN, SHORT, data.load("digits"), num_points=4)
     assert run.steps == (0, 5, 10, 15, 20)
-    assert run.accuracy[0] < 25 < 60 < run.accuracy[-1]
+    assert run.scores[0] < 25 < 60 < run.scores[-1]
 
 
 def test_the_rate_falls_to_zero_and_stays_above() -> None:
@@ -68,7 +70,7 @@ def test_unknown_task() -> None:
 def test_every_codec_learns(name: str) -> None:
     """In 60 steps, two thirds of an epoch per worker, all get far from the 10 % of a guess."""
     short = dataclasses.replace(TASKS["digits"], num_steps=60)
-    assert train(name, short, data.load("digits"), num_points=1).accuracy[-1] > 70
+    assert train(name, short, data.load("digits"), num_points=1).scores[-1] > 70
 
 
 @full
@@ -115,3 +117,109 @@ def test_fashion_mnist_trains() -> None:
     short = dataclasses.replace(TASKS["fashion-mnist"], num_steps=150)
     plain, terngrad = compare(short, ["terngrad"], num_seeds=1)
     assert plain["accuracy"] > 78 and terngrad["accuracy"] > 75
+
+
+# --- forms and finished runs ----------------------------------------------------------------------
+
+
+def test_a_codec_may_have_a_form_of_its_own() -> None:
+    """What sends the same twice is one row."""
+    adamw = LARGER["resnet", "adamw"]
+    names = ["topk", "gradient:topk", "bf16", "gradient:bf16", "topk"]
+    assert cells_of(adamw, names, RECOMMENDED) == [
+        (PLAIN, RECOMMENDED),
+        ("topk", RECOMMENDED),
+        ("topk", GRADIENT),
+        ("bf16", RECOMMENDED),
+    ]
+    assert cells_of(SHORT, ["onebit", "recommended:onebit"], GRADIENT)[1:] == [
+        ("onebit", GRADIENT),
+        ("onebit", RECOMMENDED),
+    ]
+    assert doctest.testmod(convergence).failed == 0
+
+
+def test_a_finished_run_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "runs.jsonl"
+    rows = compare(SHORT, ["onebit"], num_seeds=2, runs_file=path)
+    assert len(path.read_text().splitlines()) == 4
+    made: list[tuple[str, int]] = []
+
+    def counted(expression: str, *arguments: Any, **options: Any) -> Any:
+        made.append((expression, options["seed"]))
+        return train(expression, *arguments, **options)
+
+    monkeypatch.setattr(convergence, "train", counted)
+    done: list[str] = []
+    again = compare(SHORT, ["onebit"], num_seeds=2, runs_file=path, on_run=done.append)
+    assert again == rows and made == [] and len(done) == 4
+    # Another codec, seed or number of steps is another run; one that was cut short is made again.
+    compare(SHORT, ["onebit", "topk"], num_seeds=2, runs_file=path)
+    assert made == [("topk", 0), ("topk", 1)]
+    longer = dataclasses.replace(SHORT, num_steps=21)
+    compare(longer, ["onebit"], num_seeds=1, runs_file=path)
+    assert made[2:] == [(PLAIN, 0), ("onebit", 0)]
+    assert json.loads(path.read_text().splitlines()[-1])["run"]["steps"][-1] == 21
+
+
+@pytest.mark.parametrize("content", ["no runs", '{"key": 1}', "[]"])
+def test_a_file_of_something_else_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="cannot read runs from .*; give --runs a file that this"):
+        compare(SHORT, ["onebit"], runs_file=path)
+    assert path.read_text() == content
+
+
+# --- a GPT with AdamW -----------------------------------------------------------------------------
+
+SMALL_GPT = dataclasses.replace(
+    LARGER["gpt", "adamw"],
+    gpt=GptSizes(context=64, width=128, num_layers=2, num_heads=4),
+    num_steps=200,
+    batch=4,
+    rate=3e-3,
+    warmup=20,
+    refresh_warmup=20,
+)
+
+
+def words(num_characters: int) -> str:
+    """A text of made-up words, some of which are much more frequent than others."""
+    draw = random.Random(0)
+    kinds = [
+        "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 8))) for _ in range(300)
+    ]
+    weights = [1 / (k + 1) for k in range(len(kinds))]
+    return " ".join(draw.choices(kinds, weights, k=num_characters // 3))[:num_characters]
+
+
+def test_a_gpt_learns_through_momentum() -> None:
+    """In a few steps, and with the bytes of both kinds of step."""
+    tiny = dataclasses.replace(
+        SMALL_GPT,
+        gpt=GptSizes(context=16, width=64, num_layers=1, num_heads=2),
+        num_steps=30,
+        warmup=5,
+        refresh_warmup=5,
+    )
+    data = Characters.of(words(8000), 16)
+    run = train("onebit", tiny, data, num_points=2, form=RECOMMENDED)
+    assert run.scores[0] > 3.2 > 3.0 > run.scores[-1]
+    # int8 in 5 of 30 steps is a sixth of a quarter; the rest is one bit an element.
+    assert run.bytes_out_later is not None and run.bytes_out is not None
+    plain = train(PLAIN, tiny, data, num_points=1)
+    assert plain.bytes_out is not None and plain.bytes_out == plain.bytes_out_later
+    assert run.bytes_out_later < run.bytes_out < plain.bytes_out / 5
+
+
+@full
+def test_onebit_of_momentum_trains_a_gpt_and_of_gradients_does_not() -> None:
+    """200 steps of AdamW: 1.56 uncompressed; 1.54 through momentum, 2.05 on gradients."""
+    data = Characters.of(words(100_000), 64)
+    plain = train(PLAIN, SMALL_GPT, data, num_points=1).scores[-1]
+    assert plain < 1.7  # the untrained model has 3.4
+    momentum = train("onebit", SMALL_GPT, data, num_points=1, form=RECOMMENDED).scores[-1]
+    assert momentum < 1.03 * plain
+    gradient = train("onebit", SMALL_GPT, data, num_points=1, form=GRADIENT).scores[-1]
+    assert gradient > 1.15 * plain

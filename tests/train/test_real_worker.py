@@ -10,13 +10,9 @@ import torch.distributed as dist
 
 from hipress.train import data
 from hipress.train.config import PLAIN
-from hipress.train.convergence import (
-    MOMENTUM,
-    TASKS,
-    RealWorker,
-    Run,
-    train,
-)
+from hipress.train.forms import SGD_MOMENTUM
+from hipress.train.workers import RealWorker, Run, train
+from hipress.train.workloads import TASKS
 
 SHORT = dataclasses.replace(TASKS["digits"], num_steps=12)
 
@@ -42,10 +38,10 @@ def test_a_lone_rank_trains_as_a_lone_virtual_worker(one_rank: None, expression:
     run, points = real(expression)
     virtual = train(expression, SHORT, data.load("digits"), seed=2, num_workers=1, num_points=4)
     assert run.steps == virtual.steps == (0, *points) == (0, 3, 6, 9, 12)
-    assert run.accuracy[0] == virtual.accuracy[0]  # the same weights
+    assert run.scores[0] == virtual.scores[0]  # the same weights
     # Rounding may move an image or two of 597 to the other side.
-    assert run.accuracy == pytest.approx(virtual.accuracy, abs=0.4)
-    assert run.accuracy[-1] > run.accuracy[0] + 20
+    assert run.scores == pytest.approx(virtual.scores, abs=0.4)
+    assert run.scores[-1] > run.scores[0] + 20
     assert run.bytes_out is None and run.bytes_back is None
 
 
@@ -63,7 +59,7 @@ def test_momentum_is_off_where_the_codec_brings_its_own(
     worker = RealWorker(expression, SHORT, data.load("digits"), seed=0, strategy="ring")
     groups = {g["momentum"]: g["params"] for g in worker.optimizer.param_groups}
     assert len(groups.pop(0.0, [])) == num_without  # the two large matrices
-    assert len(groups.pop(MOMENTUM)) == 6 - num_without and groups == {}
+    assert len(groups.pop(SGD_MOMENTUM)) == 6 - num_without and groups == {}
     assert worker.sync.enabled is (expression != PLAIN)
     if worker.sync.enabled:
         assert worker.sync.rules.strategy == "ring"

@@ -7,8 +7,11 @@ import torch
 
 import hipress
 from hipress.plan import MIN_SIZE
+from hipress.torch.optim import AdamW
 from hipress.train.config import PLAIN
-from hipress.train.convergence import MOMENTUM, VirtualSync, is_exempt, make_optimizer
+from hipress.train.forms import SGD_MOMENTUM, Sent, sent
+from hipress.train.virtual import REFRESH, VirtualSync, is_exempt
+from hipress.train.workers import make_sgd
 
 SHAPES = [(65, 67), (65,), (10, 7), (2, 33, 80)]  # odd sizes; the 2nd and 3rd are exempt
 NUM_WORKERS = 3
@@ -112,10 +115,15 @@ def test_momentum_is_applied_once(expression: str, own: bool) -> None:
     sync = sync_of(expression)
     assert sync.has_momentum == [own, False, False, own]
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    optimizer = make_optimizer(parameters, sync.has_momentum)
+    optimizer = make_sgd(parameters, sync.has_momentum)
     by_parameter = {id(p): g["momentum"] for g in optimizer.param_groups for p in g["params"]}
     found = [by_parameter[id(p)] for p in parameters]
-    assert found == [0.0 if own else MOMENTUM, MOMENTUM, MOMENTUM, 0.0 if own else MOMENTUM]
+    assert found == [
+        0.0 if own else SGD_MOMENTUM,
+        SGD_MOMENTUM,
+        SGD_MOMENTUM,
+        0.0 if own else SGD_MOMENTUM,
+    ]
 
 
 def test_momentum_in_the_codec_is_the_optimizer_s() -> None:
@@ -124,7 +132,7 @@ def test_momentum_in_the_codec_is_the_optimizer_s() -> None:
     for expression in (PLAIN, "momentum(none, nesterov=false)"):
         parameter = torch.nn.Parameter(torch.zeros(65, 67))
         sync = VirtualSync(expression, [parameter], num_workers=NUM_WORKERS)
-        optimizer = make_optimizer([parameter], sync.has_momentum)
+        optimizer = make_sgd([parameter], sync.has_momentum)
         optimizer.param_groups[0]["lr"] = 0.1
         for step in range(5):
             (parameter.grad,) = sync.average([g[:1] for g in gradients(step)], step)
@@ -166,3 +174,74 @@ def test_the_rate_reaches_residuals_of_dist_ef_sgdm_only() -> None:
         sync.average(gradients(), step=0, lr_ratio=2.0)
         states = [*sync.tensors[0].states, sync.tensors[0].state_back]
         assert all(("lr_ratio" in state) == follows for state in states)
+
+
+# --- momentum instead of gradients ----------------------------------------------------------------
+
+BETAS = (0.8, 0.9)
+
+
+def exchange_of(expression: str, **options: int) -> tuple[VirtualSync, AdamW]:
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = AdamW(parameters, lr=0.01, betas=BETAS, **options)
+    what = Sent(codec=hipress.codec(expression), is_momentum=True)
+    sync = VirtualSync(what, parameters, num_workers=NUM_WORKERS, optimizer=optimizer)
+    return sync, optimizer
+
+
+def play(sync: VirtualSync, optimizer: AdamW, step: int) -> list[torch.Tensor]:
+    """Make one step; return what `.grad` was."""
+    means = sync.average(gradients(step), step)
+    for parameter, mean in zip(optimizer.param_groups[0]["params"], means, strict=True):
+        parameter.grad = mean
+    found = [mean.clone() for mean in means]
+    optimizer.step()
+    return found
+
+
+def test_ordinary_steps_send_momentum_and_refreshes_gradients() -> None:
+    """Without loss: b1 * M + (1 - b1) * g, which becomes M; exempt parameters get gradients."""
+    sync, optimizer = exchange_of("none", refresh_warmup=2, refresh_every=3)
+    parameters = optimizer.param_groups[0]["params"]
+    is_refresh = [True, True, False, False, True, False]
+    for step, refreshes in enumerate(is_refresh):
+        before = [optimizer.state[p]["exp_avg"].clone() if step else 0 * p for p in parameters]
+        given = play(sync, optimizer, step)
+        for k, group in enumerate(zip(*gradients(step), strict=True)):
+            exact = torch.stack(group).mean(0)
+            if k in (1, 2):  # exempt
+                torch.testing.assert_close(given[k], exact, rtol=1e-6, atol=1e-7)
+            elif refreshes:  # an int8 step is the largest element of a block over 127
+                assert 0 < float((given[k] - exact).abs().max()) < 2 * 4.5 / 127
+            else:
+                expected = BETAS[0] * before[k] + (1 - BETAS[0]) * exact
+                torch.testing.assert_close(given[k], expected, rtol=1e-5, atol=1e-6)
+                assert torch.equal(optimizer.state[parameters[k]]["exp_avg"], given[k])
+
+
+def test_a_refresh_leaves_the_codec_s_memory_alone_and_costs_its_own_bytes() -> None:
+    sync, optimizer = exchange_of("onebit", refresh_warmup=1, refresh_every=2)
+    worker, refresh, numels = hipress.codec("onebit"), hipress.codec(REFRESH), (4355, 5280)
+    for step, refreshes in enumerate([True, False, True, False]):
+        tensor, before = sync.tensors[0], sync.bytes_out
+        states = [*tensor.states, tensor.state_back]
+        held = [state["residual"].clone() for state in states]
+        play(sync, optimizer, step)
+        codec = refresh if refreshes else worker
+        assert sync.bytes_out - before == EXEMPT_BYTES + sum(map(codec.wire_bytes, numels))
+        for state, old in zip(states, held, strict=True):
+            assert torch.equal(state["residual"], old) == refreshes
+
+
+def test_without_momentum_the_optimizer_is_not_asked() -> None:
+    """Gradients, for a codec that keeps sizes, travel through it in every step."""
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = AdamW(parameters, lr=0.01)
+    sync = VirtualSync(
+        sent("int8", "adamw", "recommended"),
+        parameters,
+        num_workers=NUM_WORKERS,
+        optimizer=optimizer,
+    )
+    play(sync, optimizer, 0)
+    assert sync.optimizer is None and float(sync.tensors[0].states[0]["residual"].norm()) > 0

@@ -27,8 +27,10 @@ from hipress.bench.cluster import (
 from hipress.train import convergence
 from hipress.train import data as data_sets
 from hipress.train.config import PLAIN
-from hipress.train.convergence import NUM_POINTS, ConvergenceTask, RealWorker, Run, task
 from hipress.train.data import DataSet
+from hipress.train.forms import GRADIENT
+from hipress.train.workers import NUM_POINTS, RealWorker, Run
+from hipress.train.workloads import ConvergenceTask, task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +57,9 @@ def rows(benchmark: ConvergenceBenchmark, found: Sequence[dict[str, Any]]) -> li
     }
     plain_bytes = by_name[PLAIN][0]["wire_bytes"]
     runs = [Run(**one["run"]) for one in found]
+    cells = [(name, GRADIENT) for name in benchmark.names]
     compared = []
-    for row in convergence.rows(
-        benchmark.task, benchmark.names, runs, num_workers=benchmark.num_hosts
-    ):
+    for row in convergence.rows(benchmark.task, cells, runs, num_workers=benchmark.num_hosts):
         group = by_name[row["codec"]]
         first = group[0]
         network = {

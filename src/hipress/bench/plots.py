@@ -21,6 +21,8 @@ DASHES = {"ring": "--", "hierarchical": ":"}
 """Lines of other strategies are solid."""
 SMOOTHED = 0.7
 """Weight of the past in the curves of losses: the loss of a batch jumps about."""
+MAX_TITLE = 66
+"""Characters in a line above a panel."""
 MAX_COLOURS = 8
 """With more codecs, only those outside the limit have a colour and a name in the picture."""
 
@@ -87,11 +89,11 @@ def smooth(values: Sequence[float]) -> list[float]:
     return found
 
 
-# --- accuracies of codecs -------------------------------------------------------------------------
+# --- accuracies and losses of codecs --------------------------------------------------------------
 
 
-def draw_accuracies(path: Path, panels: Mapping[str, Sequence[Row]]) -> None:
-    """Draws accuracy over steps, a panel for each title: the mean of the seeds and their range."""
+def draw_scores(path: Path, panels: Mapping[str, Sequence[Row]]) -> None:
+    """Draws accuracy or loss over steps, a panel for each title: mean of the seeds and range."""
     made = figure(5.2 * len(panels), 4.2)
     all_axes = made.subplots(1, len(panels), squeeze=False)[0]
     for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
@@ -107,18 +109,27 @@ def _draw_panel(axes: Any, title: str, rows: Sequence[Row]) -> None:
     for row in quiet:
         axes.plot(*_mean_curve(row), color="0.8", linewidth=1)
     if quiet:
-        axes.plot([], [], color="0.8", label="within 1 point")
+        unit = "%" if plain["metric"] == "loss" else "point"
+        axes.plot([], [], color="0.8", label=f"within 1 {unit}")
     for row in stands_out:
-        (line,) = axes.plot(*_mean_curve(row), linewidth=1.4, label=row["codec"])
+        dashes = "--" if row["codec"].endswith(", gradients") else "-"
+        (line,) = axes.plot(*_mean_curve(row), dashes, linewidth=1.4, label=row["codec"])
         _shade(axes, row, line.get_color())
     axes.plot(*_mean_curve(plain), color="black", linewidth=1.6, label=plain["codec"])
     _shade(axes, plain, "black")
-    # What matters is near the end; the first steps of all curves are far below.
-    top = max(max(curve) for row in rows for curve in row["curves"])
-    lowest = min(_mean_curve(row)[1][-1] for row in rows)
-    axes.set_ylim(min(lowest - 3, top - 15), top + 1)
+    # What matters is near the end; the first steps of all curves are far from it.
+    ends = [_mean_curve(row)[1][-1] for row in rows]
+    if plain["metric"] == "loss":
+        least = min(min(curve) for row in rows for curve in row["curves"])
+        axes.set_ylim(0.95 * least, max(1.1 * max(ends), 1.5 * least))
+        axes.set(xlabel="step", ylabel="validation loss")
+    else:
+        top = max(max(curve) for row in rows for curve in row["curves"])
+        axes.set_ylim(min(min(ends) - 3, top - 15), top + 1)
+        axes.set(xlabel="step", ylabel="test accuracy, %")
+    if len(title) > MAX_TITLE:
+        title = title.replace(": ", ":\n", 1)
     axes.set_title(title, fontsize=10)
-    axes.set(xlabel="step", ylabel="test accuracy, %")
     axes.grid(color="0.92")
     axes.legend(fontsize=8, loc="best")
 

@@ -53,7 +53,8 @@ AUTO = "auto"
 WARM_UP_STEPS = 3
 """DDP arranges its buckets anew after the first; the third is PowerSGD's first."""
 MAX_DECISION_STEPS = 200
-LEARNING_RATE = 0.01
+OPTIMIZERS = ("sgd", "adamw")
+LEARNING_RATE, ADAM_RATE = 0.01, 1e-4
 MOMENTUM = 0.9
 
 
@@ -70,6 +71,8 @@ class TrainBenchmark(ClusterBenchmark):
     strategies: tuple[str, ...]
     bucket_mb: int | None
     """MiB of DDP's buckets; None is its default."""
+    optimizer: str = "sgd"
+    """`sgd` with momentum, or `adamw`."""
 
     @property
     def num_copies(self) -> int:
@@ -78,7 +81,13 @@ class TrainBenchmark(ClusterBenchmark):
         # Parameters, gradients and momentum of each variant and of `compute`; ours have residuals
         # and buffers; the model that all are copies of, and what the one that runs needs.
         num_variants = 1 + len(self.hooks) + num_ours
-        return 3 * num_variants + sum(HOOKS[h].num_copies for h in self.hooks) + 2 * num_ours + 2
+        num_arrays = 3 if self.optimizer == "sgd" else 4  # AdamW has two moments
+        return (
+            num_arrays * num_variants
+            + sum(HOOKS[h].num_copies for h in self.hooks)
+            + 2 * num_ours
+            + 2
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,7 @@ def _row(
         "device": benchmark.device,
         "num_parameters": benchmark.num_elements,
         "batch": benchmark.batch,
+        "optimizer": benchmark.optimizer,
         "bucket_mb": benchmark.bucket_mb,
         "repeats": timing.num_samples,
         "steps": benchmark.steps,
@@ -264,7 +274,7 @@ class _TrainWorker(ClusterWorker[_Variant]):
         return _Variant(
             label=label,
             ddp=ddp,
-            optimizer=_optimizer(ddp, MOMENTUM),
+            optimizer=self._optimizer(ddp, MOMENTUM),
             note="one bucket" if hook.one_bucket else None,
             state=hook.register(ddp),
         )
@@ -273,10 +283,11 @@ class _TrainWorker(ClusterWorker[_Variant]):
         ddp = self._ddp(self.benchmark.bucket_mb)
         others = [other for other in self.benchmark.codecs if other != AUTO]
         if codec == AUTO:
-            optimizer = _optimizer(ddp, MOMENTUM)
+            optimizer = self._optimizer(ddp, MOMENTUM)
             sync = hipress.attach(ddp, codecs=others or None, optimizer=optimizer)
             return _Variant(label=AUTO, ddp=ddp, optimizer=optimizer, codec=AUTO, sync=sync)
-        optimizer = _optimizer(ddp, 0.0 if has_momentum(hipress.codec(codec)) else MOMENTUM)
+        momentum = 0.0 if has_momentum(hipress.codec(codec)) else MOMENTUM
+        optimizer = self._optimizer(ddp, momentum)
         return _Variant(
             label=f"{codec} {strategy}",
             ddp=ddp,
@@ -285,6 +296,14 @@ class _TrainWorker(ClusterWorker[_Variant]):
             strategy=strategy,
             sync=hipress.attach(ddp, codec=codec, strategy=strategy, optimizer=optimizer),
         )
+
+    def _optimizer(self, ddp: DistributedDataParallel, momentum: float) -> torch.optim.Optimizer:
+        if self.benchmark.optimizer == "adamw":
+            # With so short a warm-up, momentum is exchanged in the steps that are timed.
+            return hipress.torch.AdamW(
+                ddp.parameters(), lr=ADAM_RATE, fused=True, refresh_warmup=WARM_UP_STEPS - 1
+            )
+        return torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE, momentum=momentum)
 
     def _ddp(self, bucket_mb: int | None) -> DistributedDataParallel:
         # A cap that is given holds for the first bucket too; without one that is 1 MiB. All ranks
@@ -327,10 +346,6 @@ class _TrainWorker(ClusterWorker[_Variant]):
 
 def _register_nothing(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(None, debugging_hooks.noop_hook)
-
-
-def _optimizer(ddp: DistributedDataParallel, momentum: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE, momentum=momentum)
 
 
 def _main(text: str) -> dict[str, Any]:

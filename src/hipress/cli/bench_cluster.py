@@ -30,6 +30,7 @@ from hipress.cli.options import (
     timed_model,
     whole_numbers,
 )
+from hipress.errors import UsageError
 from hipress.units import parse_size
 
 if TYPE_CHECKING:
@@ -212,12 +213,19 @@ class TrainOptions:
         int | None,
         Option(min=1, help="Bucket of DDP in MiB; if not given, its default: 25, the first 1."),
     ] = None
+    optimizer: Annotated[
+        str,
+        Option(help="sgd or adamw; with adamw, codecs such as onebit are given its momentum."),
+    ] = "sgd"
     repeats: Repeats = 5
     steps: StepsPerRound = 2
 
     def benchmarks(self, cluster: ClusterOptions) -> list[TrainBenchmark]:
         """Returns what to measure, one for each model and rate; refuses all that can be refused."""
-        from hipress.bench.train import AUTO, BASELINE, TrainBenchmark, check_hook
+        from hipress.bench.train import AUTO, BASELINE, OPTIMIZERS, TrainBenchmark, check_hook
+
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"--optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}.")
 
         lines = {name: timed_model(name) for name in expressions(self.model)}
         hooks = tuple(dict.fromkeys([BASELINE, *expressions(self.hooks)]))
@@ -236,6 +244,7 @@ class TrainOptions:
                 codecs=codecs,
                 strategies=strategies,
                 bucket_mb=self.bucket_mb,
+                optimizer=self.optimizer,
                 repeats=self.repeats,
             )
             for name, line in lines.items()

@@ -54,6 +54,9 @@ def doctor(
         str | None, Option(help="Codecs, separated by commas; int8,onebit if not given.")
     ] = None,
     batch: Batch = None,
+    optimizer: Annotated[
+        str | None, Option(help="Optimizer of that job: sgd, adam or adamw.")
+    ] = None,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object in place of the table.")
     ] = False,
@@ -66,7 +69,7 @@ def doctor(
     """
     from hipress.cli import doctor_job
 
-    job = doctor_job.read_job(model, hosts, rate, codec, batch)
+    job = doctor_job.read_job(model, hosts, rate, codec, batch, optimizer)
     if job is not None:
         with progress_bar(1) as begin:
             found = doctor_job.examine_job(job, begin(f"timing {job.model}"))

@@ -29,6 +29,8 @@ PREDICTION_ERROR = 0.20
 prediction`, on 2 and 4 emulated hosts, nine of ten were within it (median 9.2 %, worst 27.4 %)."""
 CODECS = "int8,onebit"
 STRATEGIES = ("ps", "ring")
+OPTIMIZERS = {"sgd": "", "adam": "hipress.torch.Adam", "adamw": "hipress.torch.AdamW"}
+"""What to write in place of torch's optimizer, where a codec does not keep sizes."""
 HOSTS, RATE = 4, "1gbit"
 
 LATENCY_S = 1e-4
@@ -61,6 +63,7 @@ class PlannedJob:
     rate: str
     codecs: tuple[str, ...]
     batch: int | None
+    optimizer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +107,17 @@ class JobReport:
 
 
 def read_job(
-    model: str | None, hosts: int | None, rate: str | None, codec: str | None, batch: int | None
+    model: str | None,
+    hosts: int | None,
+    rate: str | None,
+    codec: str | None,
+    batch: int | None,
+    optimizer: str | None,
 ) -> PlannedJob | None:
     """Returns the job of the options; None where no model is named. Refuses wrong options."""
     if model is None:
         given = {"--hosts": hosts, "--rate": rate, "--codec": codec, "--batch": batch}
+        given |= {"--optimizer": optimizer}
         refuse(given, "is for a job; name its model too, e.g. --model resnet50.")
         return None
     from hipress.codecs import table
@@ -119,9 +128,18 @@ def read_job(
         table.codec(name)
     if not codecs:
         raise UsageError("--codec names nothing but none, which is always there; name a codec.")
+    if optimizer not in (None, *OPTIMIZERS):
+        raise UsageError(
+            f"--optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}; choose one."
+        )
     parse_rate(rate or RATE)
     return PlannedJob(
-        model=model, hosts=hosts or HOSTS, rate=rate or RATE, codecs=codecs, batch=batch
+        model=model,
+        hosts=hosts or HOSTS,
+        rate=rate or RATE,
+        codecs=codecs,
+        batch=batch,
+        optimizer=optimizer,
     )
 
 
@@ -350,8 +368,10 @@ def advice(found: JobReport) -> str:
     by_name = ""
     if best["codec"] != PLAN:
         warning = "" if codec in CAREFUL else " (docs/convergence.md says what it does to accuracy)"
-        call = f'hipress.attach(model, codec="{codec}", strategy="{strategy}")'
-        by_name = f", sync = {call} takes this codec{warning}"
+        own = _own_optimizer(job.optimizer, codec)
+        given = ", optimizer=optimizer" if own else ""
+        call = f'hipress.attach(model, codec="{codec}", strategy="{strategy}"{given})'
+        by_name = f", sync = {call} takes this codec{warning}{own}"
     hosts, rate = min(job.hosts, MOST_HOSTS), _lab_rate(job.rate)
     batch = "" if job.batch is None else f" --batch {job.batch}"
     limits = []
@@ -364,6 +384,19 @@ def advice(found: JobReport) -> str:
         f"hipress bench train --model {job.model} --hosts {hosts} --rate {rate}{batch} --codec "
         f"'{codec}' --strategy {strategy} measures it in {lab}; in a script of yours, "
         f"sync = hipress.attach(model) decides on the job itself{by_name}"
+    )
+
+
+def _own_optimizer(optimizer: str | None, codec: str) -> str:
+    """Returns what to say of the optimizer beside a codec; empty if nothing."""
+    from hipress.codecs import table
+
+    if not OPTIMIZERS.get(optimizer or "") or table.codec(codec).keeps_sizes:
+        return ""
+    return (
+        f", with optimizer = {OPTIMIZERS[optimizer or '']}(...) in place of torch's, which divides "
+        "by the sizes of gradients that this codec does not keep (docs/convergence.md: a GPT "
+        "learned little)"
     )
 
 

@@ -278,7 +278,7 @@ class Codec(ABC):
         Example:
             >>> import hipress
             >>> hipress.codec("momentum(ef(onebit))").for_momentum().name
-            'ef(onebit)'
+            'onebit'
             >>> hipress.codec("dgc(ratio=0.01)").for_momentum().name
             'topk(ratio=0.01, sample=0.01)'
         """

@@ -20,7 +20,7 @@ from hipress.codecs import frame
 from hipress.codecs.base import lr_ratio
 from hipress.compll.backends.gpu.replay import Replays, key_of, record
 from hipress.compll.backends.gpu.runtime import Gradient, Kernels, Sizes
-from hipress.compll.passes.derive import ALPHA, MU, RHO
+from hipress.compll.passes.derive import ALPHA, DECAY, MU, RHO
 from hipress.errors import FrameError, UsageError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class GpuKernels:
         """Returns the parameters of encode, or those of decode with a factor."""
         bound, loaded = self._codec.bound, self._loaded
         if alpha is None:
-            return bound.floats(loaded.encode, {MU: self._codec.mu})
+            return bound.floats(loaded.encode, {MU: self._codec.mu, DECAY: self._codec.decay})
         return bound.floats(loaded.decode, {ALPHA: alpha})
 
     def _described(self, numel: int, alpha: float | None) -> tuple[list[Gradient], list[bytes]]:
@@ -186,7 +186,7 @@ class GpuMerge:
 
         def described() -> tuple[list[Gradient], list[bytes]]:
             values = dict(self._worker.bound.values) | dict(self._back.bound.values)
-            values |= {ALPHA: alpha, MU: self._back.mu, RHO: 1.0}
+            values |= {ALPHA: alpha, MU: self._back.mu, RHO: 1.0, DECAY: self._back.decay}
             params = tuple(float(values[name]) for name in self._kernel.params)
             headers = [header_of(codec, numel) for codec in (self._back, self._worker)]
             return [Gradient(numel, params, len(headers[0]))], headers

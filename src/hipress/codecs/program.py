@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from hipress.compll.backends.gpu.replay import Replays
 from hipress.compll.backends.threads import runner
 from hipress.compll.build import Bound, Loaded
 from hipress.compll.ir import MAX_NUMEL
-from hipress.compll.passes.derive import ALPHA, MU, PLAIN, RHO, Variant
+from hipress.compll.passes.derive import ALPHA, DECAY, MU, PLAIN, RHO, Variant
 from hipress.errors import BackendError, FrameError, UsageError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class ProgramCodec(Codec):
         name: The expression that makes this codec.
         variant: The wrappers that are fused into its encode.
         mu: The momentum factor, if `variant` has momentum.
+        decay: The factor on the residual, if `variant` decays.
         backend: A CompLL backend; by default the one of `HIPRESS_BACKEND` at each call.
         family: The codecs for the way back and for other phases of training.
         shares_stream: Whether all ranks must draw the same random numbers.
@@ -79,6 +80,7 @@ class ProgramCodec(Codec):
         name: str,
         variant: Variant = PLAIN,
         mu: float = 0.9,
+        decay: float = 1.0,
         backend: str | None = None,
         family: Family | None = None,
         shares_stream: bool = False,
@@ -87,6 +89,7 @@ class ProgramCodec(Codec):
         self.bound = bound
         self.variant = variant
         self.mu = mu
+        self.decay = decay
         self._name = name
         self._backend = backend
         self.family = family or Family()
@@ -148,13 +151,19 @@ class ProgramCodec(Codec):
         """Returns the same program under other wrappers."""
         return self._copy(variant=variant, name=name, mu=mu, family=family or self.family)
 
+    def with_decay(self, decay: float, name: str, family: Family) -> ProgramCodec:
+        """Returns the same codec with a factor on its residual."""
+        return self._copy(
+            variant=replace(self.variant, decays=True), name=name, decay=decay, family=family
+        )
+
     def on_backend(self, backend: str) -> ProgramCodec:
         """Returns the same codec on one backend, whatever the settings are."""
         return self._copy(backend=backend)
 
     def _copy(self, **changed: Any) -> ProgramCodec:
         kept: dict[str, Any] = {"name": self.name, "variant": self.variant, "mu": self.mu}
-        kept |= {"backend": self._backend, "family": self.family}
+        kept |= {"decay": self.decay, "backend": self._backend, "family": self.family}
         kept |= {"shares_stream": self._shares_stream, "keeps_sizes": self._keeps_sizes}
         return ProgramCodec(self.bound, **{**kept, **changed})
 
@@ -384,7 +393,7 @@ class ProgramCodec(Codec):
     ) -> bool:
         """Writes the body of a frame on the CPU; returns whether x had a NaN or an infinity."""
         loaded = self._load(dtype)
-        params = self.bound.floats(loaded.encode, {MU: self.mu, RHO: rho})
+        params = self.bound.floats(loaded.encode, {MU: self.mu, RHO: rho, DECAY: self.decay})
         elements, pool = tensors.flat(x.contiguous()), runner(settings.num_threads())
         held = [tensors.flat(state) for state in states]
         try:

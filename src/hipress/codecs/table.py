@@ -16,7 +16,7 @@ from hipress.codecs import expression
 from hipress.codecs.base import Codec
 from hipress.codecs.expression import Call, Value
 from hipress.codecs.program import Family, ProgramCodec
-from hipress.codecs.spec import FRACTION_RULE, Option, Spec, fraction
+from hipress.codecs.spec import FRACTION_RULE, RATIO_RULE, Option, Spec, fraction, share
 from hipress.compll.build import Program, parse_program, read_program
 from hipress.compll.passes.derive import Variant
 from hipress.errors import HipressError, UsageError, did_you_mean
@@ -26,6 +26,7 @@ TABLE = {
     "fp16": "hipress.codecs.fp16",
     "bf16": "hipress.codecs.bf16",
     "int8": "hipress.codecs.int8",
+    "int4": "hipress.codecs.int4",
     "onebit": "hipress.codecs.onebit",
     "tbq": "hipress.codecs.tbq",
     "terngrad": "hipress.codecs.terngrad",
@@ -34,6 +35,7 @@ TABLE = {
     "dgc": "hipress.codecs.dgc",
     "graddrop": "hipress.codecs.graddrop",
     "topk": "hipress.codecs.topk",
+    "blocktopk": "hipress.codecs.blocktopk",
     "randomk": "hipress.codecs.randomk",
 }
 """The module whose `SPEC` describes each built-in codec."""
@@ -137,8 +139,12 @@ def codec(expr: str, **options: Value) -> Codec:
     return _build(call) if _has_path(call) else _cached(str(call))
 
 
-def feedback(inner: ProgramCodec) -> ProgramCodec:
-    """Returns `ef(inner)`, which adds what compression lost to the next gradient."""
+def feedback(inner: ProgramCodec, *, decay: float = 1.0) -> ProgramCodec:
+    """Returns `ef(inner)`: adds what compression lost to the next gradient, times `decay`."""
+    if not share(decay):
+        raise UsageError(f"ef: decay={_shown(decay)} must be {RATIO_RULE}, e.g. 0.95.")
+    if decay < 1:
+        return _decayed(feedback(inner), decay)
     if inner.variant.momentum:
         raise UsageError(
             f"ef({inner.name}) would feed back what momentum made; write momentum(ef(...)) instead."
@@ -151,6 +157,31 @@ def feedback(inner: ProgramCodec) -> ProgramCodec:
 
     family = _wrapped(inner, feedback, inner.family.back, phases)
     return inner.with_variant(Variant(feedback=True), f"ef({inner.name})", family=family)
+
+
+def _decayed(inner: ProgramCodec, decay: float) -> ProgramCodec:
+    """Returns a codec with error feedback that forgets some of its residual in each step."""
+    if inner.variant.decays:
+        raise UsageError(f"{inner.name} has a decay already; give it once.")
+
+    def wrap(codec: ProgramCodec) -> ProgramCodec:
+        return _decayed(codec, decay)
+
+    def back(num_workers: int, _: bool) -> Codec | None:
+        made = inner.aggregator(num_workers)
+        if made is inner:
+            return None
+        if not isinstance(made, ProgramCodec) or not made.variant.feedback:
+            return made
+        return feedback(made, decay=decay)
+
+    def phases() -> list[tuple[int, ProgramCodec]]:
+        return [(start, wrap(phase)) for start, phase in inner.family.phases()]
+
+    call = expression.parse(inner.name)
+    plain = call.args[0] if call.name == "ef" else call
+    family = _wrapped(inner, wrap, back, phases)
+    return inner.with_decay(decay, f"ef({plain}, decay={decay!r})", family)
 
 
 def momentum(inner: ProgramCodec, *, mu: float = 0.9, nesterov: bool = True) -> ProgramCodec:
@@ -171,7 +202,7 @@ def momentum(inner: ProgramCodec, *, mu: float = 0.9, nesterov: bool = True) -> 
         _wrapped(inner, wrap, lambda workers, _: inner.aggregator(workers), phases),
         for_momentum=lambda: inner.family.for_momentum() or inner,
     )
-    variant = Variant(feedback=inner.variant.feedback, momentum=True, nesterov=nesterov)
+    variant = replace(inner.variant, momentum=True, nesterov=nesterov)
     name = f"momentum({inner.name}, mu={mu!r}, nesterov={_shown(nesterov)})"
     return inner.with_variant(variant, name, mu, family)
 
@@ -305,9 +336,12 @@ def _wrap(call: Call) -> ProgramCodec:
         raise _has_own_memory(arg.name, call.name)
     options = dict(call.options)
     if call.name == "ef":
+        decay = options.pop("decay", 1.0)
         if options:
-            raise _misplaced(call, next(iter(options)), [])
-        return feedback(inner)
+            raise _misplaced(call, next(iter(options)), ["decay"])
+        if isinstance(decay, bool | str):
+            raise UsageError(f"ef: decay={_shown(decay)} must be {RATIO_RULE}, e.g. 0.95.")
+        return feedback(inner, decay=float(decay))
     mu, nesterov = options.pop("mu", 0.9), options.pop("nesterov", True)
     if options:
         raise _misplaced(call, next(iter(options)), ["mu", "nesterov"])

@@ -114,7 +114,8 @@ class Bound:
 
     def floats(self, kernel: Kernel, extra: Mapping[str, float]) -> tuple[float, ...]:
         """Returns float parameters in the order that `kernel` takes them."""
-        values = {derive.ALPHA: 1.0, derive.RHO: 1.0, **dict(self.values), **extra}
+        added = {derive.ALPHA: 1.0, derive.RHO: 1.0, derive.DECAY: 1.0}
+        values = {**added, **dict(self.values), **extra}
         return tuple(float(values[name]) for name in kernel.params)
 
     def kernels(self, *, dtype: str = "f32", variant: Variant = PLAIN) -> tuple[Kernel, ...]:
@@ -129,7 +130,8 @@ class Bound:
     def title(self, dtype: str, variant: Variant) -> str:
         """Returns one line that says what a module holds."""
         numbers = ", ".join(f"{k}={v}" for k, v in self.static.items())
-        wrappers = [w for w in ("feedback", "momentum", "nesterov") if getattr(variant, w)]
+        names = ("feedback", "momentum", "nesterov", "decays")
+        wrappers = [name for name in names if getattr(variant, name)]
         return ", ".join([f"{self.program.name}({numbers})", dtype, *wrappers])
 
     def source(self, backend: str, *, dtype: str = "f32", variant: Variant = PLAIN) -> str:

@@ -29,6 +29,11 @@ REFRESH_WARMUP = 100
 """Number of first steps that all refresh the second moment."""
 REFRESH_EVERY = 50
 """Number of steps from one refresh to the next after that."""
+DECAY_POWER = 0.5
+"""After n steps without a refresh the second moment decays by beta2 ** (n ** DECAY_POWER).
+
+With 1 it would be as old as torch's, but made of few gradients; with 0 it lags behind. A GPT ended
+0.67 % above the loss of uncompressed training with 0, and 0.47 % with 0.5 (three seeds)."""
 TINY = 1e-30
 """Elements whose second moment has a root far below this divided by eps do not move."""
 
@@ -87,6 +92,8 @@ class _Counts:
     """Number of updates of the second moment."""
     sq_step: int
     """The step of the last of them."""
+    sq_weight: float
+    """The sum of the weights of all gradients in the second moment, 1 in the end."""
 
     @property
     def is_behind(self) -> bool:
@@ -225,6 +232,7 @@ class _AdamExchange:
             if parameter not in own and parameter.grad is not None:
                 count.step, count.sq_updates = count.step + 1, count.sq_updates + 1
                 count.sq_step = count.step
+                count.sq_weight = 1 - float(self._group_of(parameter)["betas"][1]) ** count.step
         self._holds_momentum.clear()
         return loss
 
@@ -241,40 +249,20 @@ class _AdamExchange:
             if not self.state[parameter]:
                 lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
                 self._init_group({**group, "params": [parameter]}, *lists)  # type: ignore[attr-defined]
-                self._counts[parameter] = _Counts(0, 0, 0)
-        states = [self.state[parameter] for parameter in parameters]
-        counts = [self._count(parameter) for parameter in parameters]
-        for count in counts:
+                self._counts[parameter] = _Counts(0, 0, 0, 0.0)
+        torch._foreach_add_([self.state[p]["step"] for p in parameters], 1)
+        updates = []
+        for parameter in parameters:
+            state, count = self.state[parameter], self._count(parameter)
             count.step += 1
-        torch._foreach_add_([state["step"] for state in states], 1)
-        beta1, beta2 = group["betas"]
-        for parameter, state, count in zip(parameters, states, counts, strict=True):
-            if parameter in self._holds_momentum:
-                state["exp_avg"].copy_(parameter.grad)
-            else:
-                _refresh(group, parameter, state, count)
-        lr, decay = float(group["lr"]), group["weight_decay"]
-        if decay and group["decoupled_weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - lr * decay)
-        squares = [state["exp_avg_sq"] for state in states]
-        denominators = torch._foreach_sqrt(squares)
-        # An element without a second moment does not move: a codec of signs gives it the size of
-        # its block all the same. Its reciprocal, infinity, becomes the denominator.
-        limits = torch._foreach_reciprocal(denominators)
-        torch._foreach_mul_(limits, TINY)
-        torch._foreach_div_(
-            denominators, [math.sqrt(1 - beta2 ** max(count.sq_step, 1)) for count in counts]
-        )
-        torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_maximum_(denominators, limits)
-        torch._foreach_addcdiv_(
-            parameters,
-            [state["exp_avg"] for state in states],
-            denominators,
-            [-lr / (1 - beta1**count.step) for count in counts],
-        )
-        for state, count in zip(states, counts, strict=True):
+            update = _Update.of(group, parameter, state, count, parameter in self._holds_momentum)
+            updates.append(update)
             state["sq_updates"], state["sq_step"] = count.sq_updates, count.sq_step
+            state["sq_weight"] = count.sq_weight
+        in_one_pass = [update for update in updates if update.fits_kernel]
+        for update in in_one_pass:
+            update.run()
+        _update_all(group, [update for update in updates if not update.fits_kernel])
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -298,9 +286,13 @@ class _AdamExchange:
         if found is None:
             state = self.state[parameter]
             step = int(state["step"])  # once: for a fused optimizer the host waits for a GPU
-            sq_updates = int(state.get("sq_updates", step))
-            found = _Counts(step, sq_updates, int(state.get("sq_step", step)))
-            self._counts[parameter] = found
+            beta2 = float(self._group_of(parameter)["betas"][1])
+            found = self._counts[parameter] = _Counts(
+                step,
+                int(state.get("sq_updates", step)),
+                int(state.get("sq_step", step)),
+                float(state.get("sq_weight", 1 - beta2**step)),
+            )
         return found
 
     def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -344,29 +336,133 @@ class AdamW(_AdamExchange, torch.optim.AdamW):
     """
 
 
-def _refresh(
-    group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any], count: _Counts
-) -> None:
-    """Updates both moments from a gradient where the second moment has missed steps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """One step of one parameter: p = keep * p - rate * m / (root * sqrt(v) + eps).
 
-    With u updates, the last at step s, the stored second moment is that of torch at step s: its
-    weights add up to 1 - b2**s, not 1 - b2**u, so that torch's bias correction applies to it.
+    Without a second moment an element only decays: a codec of signs gives it the size of its block
+    all the same. After an update of the second moment at step s, what is stored is that of torch at
+    step s: its weights add up to 1 - b2**s, so that torch's correction of bias applies to it.
     """
-    beta1, beta2 = group["betas"]
-    gradient = parameter.grad
-    assert gradient is not None
-    if group["maximize"]:
-        gradient = -gradient
-    if group["weight_decay"] and not group["decoupled_weight_decay"]:
-        gradient = gradient.add(parameter, alpha=group["weight_decay"])
-    state["exp_avg"].lerp_(gradient, 1 - beta1)
-    weights_now = (1 - beta2**count.step) / (1 - beta2 ** (count.sq_updates + 1))
-    kept = 0.0
-    if count.sq_updates:
-        kept = beta2 * (1 - beta2**count.sq_updates) / (1 - beta2**count.sq_step) * weights_now
-    state["exp_avg_sq"].mul_(kept).addcmul_(gradient, gradient, value=(1 - beta2) * weights_now)
-    count.sq_updates += 1
-    count.sq_step = count.step
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, Any]
+    is_momentum: bool
+    """Whether `gradient` holds the new first moment."""
+    keep: float
+    rate: float
+    root: float
+    eps: float
+    sign: float
+    l2: float
+    beta1: float
+    old: float
+    new: float
+    """The second moment of a refresh is old * v + new * g**2."""
+
+    @classmethod
+    def of(
+        cls,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+        state: dict[str, Any],
+        count: _Counts,
+        is_momentum: bool,
+    ) -> _Update:
+        """Returns the update of a step that is counted already; counts its refresh."""
+        assert parameter.grad is not None
+        beta1, beta2 = map(float, group["betas"])
+        old = new = 0.0
+        if not is_momentum:
+            decay = beta2 ** ((count.step - count.sq_step) ** DECAY_POWER)
+            weight = decay * count.sq_weight + 1 - decay
+            scale = (1 - beta2**count.step) / weight
+            new = (1 - decay) * scale
+            if count.sq_updates:
+                old = decay * count.sq_weight / (1 - beta2**count.sq_step) * scale
+            count.sq_updates += 1
+            count.sq_step, count.sq_weight = count.step, weight
+        lr, decoupled = float(group["lr"]), group["decoupled_weight_decay"]
+        weight_decay = group["weight_decay"]
+        return cls(
+            parameter=parameter,
+            gradient=parameter.grad,
+            state=state,
+            is_momentum=is_momentum,
+            keep=1 - lr * weight_decay if decoupled else 1.0,
+            rate=lr / (1 - beta1**count.step),
+            root=1 / math.sqrt(1 - beta2 ** max(count.sq_step, 1)),
+            eps=group["eps"],
+            sign=-1.0 if group["maximize"] else 1.0,
+            l2=0.0 if decoupled else weight_decay,
+            beta1=beta1,
+            old=old,
+            new=new,
+        )
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameter, both moments and the gradient."""
+        moments = self.state["exp_avg"], self.state["exp_avg_sq"]
+        return [self.parameter.detach(), *moments, self.gradient]
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Whether a kernel on the CPU takes these tensors as they are."""
+        strides = self.parameter.stride()
+        return all(
+            t.device.type == "cpu" and t.dtype is torch.float32 and t.stride() == strides
+            for t in self.tensors
+        )
+
+    def run(self) -> None:
+        """Updates everything in one pass over memory."""
+        from hipress.torch import adam_kernels
+
+        tensors = [flat(tensor) for tensor in self.tensors]
+        numbers = [self.keep, self.rate, self.root, self.eps]
+        if self.is_momentum:
+            adam_kernels.run(adam_kernels.from_momentum, tensors, numbers)
+            return
+        numbers += [self.sign, self.l2, 1 - self.beta1, self.old, self.new]
+        adam_kernels.run(adam_kernels.from_gradient, tensors, numbers)
+
+    def update_moments(self) -> None:
+        """Updates the moments with torch's operators."""
+        first, second = self.state["exp_avg"], self.state["exp_avg_sq"]
+        if self.is_momentum:
+            first.copy_(self.gradient)
+            return
+        gradient = self.gradient * self.sign if self.sign != 1 else self.gradient
+        if self.l2:
+            gradient = gradient.add(self.parameter, alpha=self.l2)
+        first.lerp_(gradient, 1 - self.beta1)
+        second.mul_(self.old).addcmul_(gradient, gradient, value=self.new)
+
+
+def _update_all(group: dict[str, Any], updates: Sequence[_Update]) -> None:
+    """Updates parameters of one group with torch's operators, many at a time."""
+    if not updates:
+        return
+    for update in updates:
+        update.update_moments()
+    parameters = [update.parameter for update in updates]
+    if updates[0].keep != 1.0:
+        torch._foreach_mul_(parameters, updates[0].keep)
+    denominators = torch._foreach_sqrt([update.state["exp_avg_sq"] for update in updates])
+    # Where the second moment is 0, the reciprocal of its root, infinity, is the denominator.
+    limits = torch._foreach_reciprocal(denominators)
+    torch._foreach_mul_(limits, TINY)
+    torch._foreach_mul_(denominators, [update.root for update in updates])
+    torch._foreach_add_(denominators, group["eps"])
+    torch._foreach_maximum_(denominators, limits)
+    torch._foreach_addcdiv_(
+        parameters,
+        [update.state["exp_avg"] for update in updates],
+        denominators,
+        [-update.rate for update in updates],
+    )
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

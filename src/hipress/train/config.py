@@ -309,14 +309,14 @@ class TrainConfig:
 
         A single rank has no peers and stays uncompressed. Otherwise SGD's momentum goes into the
         codec, before `onebit` (dist-EF-SGDM), because `onebit` before the optimizer's momentum
-        loses accuracy; Adam gets `int8`.
+        loses accuracy; Adam has its momentum exchanged, with `onebit` (`hipress.torch.Adam`).
         """
         if self.codec is not None or self.plan is not None:
             return self
         if num_ranks == 1 and not self._exchange_options:
             return replace(self, codec=PLAIN)
         if self.optimizer != "sgd":
-            return replace(self, codec="int8")
+            return replace(self, codec="onebit")
         if self.sgd_momentum == 0 or self.plain_steps:
             return replace(self, codec="onebit")
         kind = "true" if self.nesterov else "false"

@@ -1,46 +1,25 @@
-"""The accuracy of training with each codec, compared with plain averaging on real data.
-
-VirtualSync     the gradient exchange of virtual workers, which share one process
-VirtualWorkers  all workers of a run, with a `VirtualSync`
-RealWorker      one rank of a run: DDP with `hipress.attach`
-compare         runs every codec with the same task, seeds and steps; one row for each
-"""
+"""Every codec beside plain averaging: the same training, seeds and steps; one row for each."""
 
 from __future__ import annotations
 
-import math
+import json
 import multiprocessing
 import statistics
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-import hipress
-from hipress.codecs import Codec
-from hipress.codecs.base import State
 from hipress.codecs.table import TABLE
 from hipress.errors import UsageError
-from hipress.plan import MIN_SIZE, exempt_reason
-from hipress.session.buckets import has_momentum
-from hipress.train import data as data_sets
 from hipress.train.config import PLAIN
-from hipress.train.data import DataSet
+from hipress.train.forms import FORMS, GRADIENT, sent
+from hipress.train.workers import Run, train
+from hipress.train.workloads import ConvergenceTask, load
 
-MOMENTUM = 0.9
-"""Momentum of the optimizer, for parameters whose codec has none."""
-NUM_POINTS = 16
-MAX_LOSS_POINTS = 1.0
-"""Largest loss of mean accuracy, in points, that counts as within the bound."""
+MOST_WORSE = 1.0
+"""Points of accuracy, or percent of the loss, that the mean may be worse to be within the bound."""
 EXPLANATORY = (
     "onebit(block=256)",
     "onebit(block=4096)",
@@ -50,374 +29,6 @@ EXPLANATORY = (
     "dithering(levels=8)",
 )
 """Codecs shown after those of the table, to explain their rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvergenceTask:
-    """The training that is the same for every codec."""
-
-    data: str
-    widths: tuple[int, ...]
-    num_steps: int
-    batch: int
-    rate: float
-    """Learning rate at the start; it falls to zero along half a cosine."""
-
-    def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step, above zero for each."""
-        return self.rate * 0.5 * (1 + math.cos(math.pi * step / self.num_steps))
-
-    def check(self, data: DataSet, num_workers: int) -> None:
-        """Raise a UsageError if the batches of all workers exceed the data."""
-        together = self.batch * num_workers
-        if together > len(data.train_labels):
-            raise UsageError(
-                f"{num_workers} workers take {together} images in a step and {self.data} has "
-                f"{len(data.train_labels)}; use at most {len(data.train_labels) // self.batch}."
-            )
-
-
-TASKS = {
-    name: ConvergenceTask(data=name, widths=(256, 128), num_steps=steps, batch=16, rate=0.05)
-    for name, steps in (("digits", 1000), ("fashion-mnist", 3000))
-}
-"""Tasks by the name of the data set.
-
-The rate was chosen with uncompressed runs only; the number of steps by the time that runs take.
-"""
-
-
-def task(name: str) -> ConvergenceTask:
-    if name not in TASKS:
-        raise UsageError(f"no data set {name!r}; there are: {', '.join(TASKS)}.")
-    return TASKS[name]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The result of one training run."""
-
-    codec: str
-    seed: int
-    steps: tuple[int, ...]
-    """Steps after which the test accuracy was measured; the last one is the end."""
-    accuracy: tuple[float, ...]
-    """In percent, at those steps."""
-    bytes_out: float | None = None
-    """Bytes that one virtual worker sends per step, exempt parameters included."""
-    bytes_back: float | None = None
-    """Bytes that the virtual workers' aggregator answers per step."""
-
-
-# --- the exchange of virtual workers --------------------------------------------------------------
-
-
-class VirtualSync:
-    """The gradient exchange of several workers and one aggregator, without a network.
-
-    With g_w the gradient of worker w and N the number of workers:
-
-        mean      the sum over w of decode(encode(g_w)) / N, in rank order
-        update    decode(encode_back(mean)), the same bits for all
-
-    There is no other process, so only the effect of a codec on training remains.
-    `expression` is a codec, or `PLAIN`; exempt parameters are averaged uncompressed. Workers are
-    ranks 0 to num_workers - 1; the aggregator is one more.
-
-    Example:
-        >>> sync = VirtualSync("onebit", [torch.zeros(64, 64)], num_workers=2)
-        >>> mean = sync.average([[torch.ones(64, 64)], [torch.full((64, 64), 3.0)]], step=0)
-        >>> mean[0].unique()
-        tensor([2.])
-    """
-
-    def __init__(
-        self, expression: str, parameters: Sequence[Tensor], *, num_workers: int, seed: int = 0
-    ) -> None:
-        self.num_workers = num_workers
-        self.bytes_out = 0
-        """Bytes that worker 0 has sent."""
-        self.bytes_back = 0
-        """Bytes that the aggregator has sent to each worker."""
-        codec = None if expression == PLAIN else hipress.codec(expression)
-        self.tensors = [
-            _Exempt(self) if codec is None or is_exempt(p) else _Compressed(self, codec, p, seed, i)
-            for i, p in enumerate(parameters)
-        ]
-
-    @property
-    def has_momentum(self) -> list[bool]:
-        """For each parameter, whether its codec applies momentum and the optimizer must not."""
-        return [tensor.has_momentum for tensor in self.tensors]
-
-    def average(
-        self, gradients: Sequence[Sequence[Tensor]], step: int, lr_ratio: float = 1.0
-    ) -> list[Tensor]:
-        """Return the averaged gradient of each parameter, as every worker decodes it.
-
-        `gradients` has those of each worker in rank order. The step selects the phase of a codec
-        that has phases; `lr_ratio` is the last step's learning rate divided by this one's.
-        """
-        by_parameter = zip(*gradients, strict=True)
-        return [
-            tensor.average(group, step, lr_ratio)
-            for tensor, group in zip(self.tensors, by_parameter, strict=True)
-        ]
-
-
-def is_exempt(parameter: Tensor) -> bool:
-    return bool(exempt_reason(parameter.dim(), parameter.numel()))
-
-
-class _Exempt:
-    has_momentum = False
-
-    def __init__(self, sync: VirtualSync) -> None:
-        self.sync = sync
-
-    def average(self, gradients: Sequence[Tensor], step: int, lr_ratio: float) -> Tensor:
-        mean = torch.zeros_like(gradients[0])
-        for gradient in gradients:
-            mean.add_(gradient, alpha=1 / len(gradients))
-        self.sync.bytes_out += 4 * mean.numel()
-        self.sync.bytes_back += 4 * mean.numel()
-        return mean
-
-
-class _Compressed:
-    def __init__(
-        self, sync: VirtualSync, codec: Codec, parameter: Tensor, seed: int, index: int
-    ) -> None:
-        self.sync = sync
-        self.codec = codec
-        self.frame_back = torch.empty(0, dtype=torch.uint8)
-        self._backs: dict[str, Codec] = {}
-        # Parameters differ in seed; ranks differ in stream unless they must draw the same numbers.
-        seed = 1_000_003 * seed + index
-        streams = [0 if codec.shares_stream else rank for rank in range(sync.num_workers + 1)]
-        self.states: list[State] = [
-            codec.init(parameter, seed=seed, stream=stream) for stream in streams[:-1]
-        ]
-        self.state_back = self.back(0).init(parameter, seed=seed, stream=streams[-1])
-        own = set(self.states[0])
-        self.has_momentum = bool(own & {"momentum", "velocity"})
-        # dist-EF-SGDM corrects residuals for a changing rate (Zheng et al., NeurIPS 2019).
-        self._follows_rate = "momentum" in own
-
-    def back(self, step: int) -> Codec:
-        """Return the aggregator's codec in the phase of a step."""
-        codec = self.codec.phase(step)
-        if codec.name not in self._backs:
-            self._backs[codec.name] = codec.aggregator(self.sync.num_workers)
-        return self._backs[codec.name]
-
-    def average(self, gradients: Sequence[Tensor], step: int, lr_ratio: float) -> Tensor:
-        codec, back = self.codec.phase(step), self.back(step)
-        if self._follows_rate:
-            ratio = torch.tensor(lr_ratio)
-            for state in (*self.states, self.state_back):
-                state["lr_ratio"] = ratio
-        mean = torch.zeros_like(gradients[0], memory_format=torch.contiguous_format)
-        for gradient, state in zip(gradients, self.states, strict=True):
-            frame = codec.encode(gradient, state)
-            codec.decode(frame, out=mean, add=True, alpha=1 / len(gradients))
-        self.frame_back = back.encode(mean, self.state_back)
-        self.sync.bytes_out += frame.numel()
-        self.sync.bytes_back += self.frame_back.numel()
-        return back.decode(self.frame_back, out=mean)
-
-
-# --- one run --------------------------------------------------------------------------------------
-
-
-class Workers(ABC):
-    """All workers of a run in this process, or one rank of it.
-
-    The seed selects first weights, batches and the virtual workers' random numbers, so that runs
-    with the same seed differ in the codec only. `expression` is a codec, or `PLAIN`.
-    """
-
-    optimizer: torch.optim.SGD
-
-    def __init__(
-        self, expression: str, task: ConvergenceTask, data: DataSet, *, seed: int, num_workers: int
-    ) -> None:
-        self.expression, self.task, self.data = expression, task, data
-        self.seed, self.num_workers = seed, num_workers
-        self.model = make_model(task, data, seed)
-        self.parameters = list(self.model.parameters())
-
-    @abstractmethod
-    def backward(self, batches: list[Tensor], step: int) -> None:
-        """Give every parameter the mean gradient of all workers.
-
-        `batches` are the indices of each worker's images; the optimizer has the step's learning
-        rate.
-        """
-
-    def train(
-        self,
-        num_points: int = NUM_POINTS,
-        on_point: Callable[[int], None] = lambda num_steps: None,
-    ) -> Run:
-        """Train, and measure the test accuracy `num_points` times, besides that of the first
-        weights.
-        """
-        task = self.task
-        batches = _batches(len(self.data.train_labels), task, self.num_workers, self.seed)
-        points = [round(task.num_steps * (k + 1) / num_points) for k in range(num_points)]
-        with _one_thread():
-            accuracies = {0: self.accuracy()}
-            for step in range(task.num_steps):
-                for group in self.optimizer.param_groups:
-                    group["lr"] = task.rate_at(step)
-                self.backward(next(batches), step)
-                self.optimizer.step()
-                if step + 1 in points:
-                    accuracies[step + 1] = self.accuracy()
-                    on_point(step + 1)
-        return Run(
-            codec=self.expression,
-            seed=self.seed,
-            steps=tuple(accuracies),
-            accuracy=tuple(accuracies.values()),
-        )
-
-    def accuracy(self) -> float:
-        with torch.no_grad():
-            found = self.model(self.data.pixels(self.data.test_images)).argmax(1)
-        return 100 * float((found == self.data.test_labels).float().mean())
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        logits = model(self.data.pixels(self.data.train_images[batch]))
-        return nn.functional.cross_entropy(logits, self.data.train_labels[batch])
-
-
-class VirtualWorkers(Workers):
-    """All workers of a run, one after the other in this process; see `Workers`."""
-
-    def __init__(
-        self, expression: str, task: ConvergenceTask, data: DataSet, *, seed: int, num_workers: int
-    ) -> None:
-        super().__init__(expression, task, data, seed=seed, num_workers=num_workers)
-        self.sync = VirtualSync(expression, self.parameters, num_workers=num_workers, seed=seed)
-        self.optimizer = make_optimizer(self.parameters, self.sync.has_momentum)
-
-    def backward(self, batches: list[Tensor], step: int) -> None:
-        gradients = [
-            torch.autograd.grad(self.loss(self.model, batch), self.parameters) for batch in batches
-        ]
-        lr_ratio = self.task.rate_at(max(step - 1, 0)) / self.task.rate_at(step)
-        means = self.sync.average(gradients, step, lr_ratio)
-        for parameter, mean in zip(self.parameters, means, strict=True):
-            parameter.grad = mean
-
-
-class RealWorker(Workers):
-    """One worker of a run as a rank of torch.distributed: DDP with `hipress.attach`.
-
-    It has the model, batches, rates and optimizer of the virtual worker of its rank. Differences
-    remain: gradients are partitioned among several aggregators and rounded in another order, and
-    codecs draw the same random numbers for every seed. `PLAIN` is DDP alone.
-    """
-
-    def __init__(
-        self, expression: str, task: ConvergenceTask, data: DataSet, *, seed: int, strategy: str
-    ) -> None:
-        super().__init__(expression, task, data, seed=seed, num_workers=dist.get_world_size())
-        self.rank = dist.get_rank()
-        self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        is_plain = expression == PLAIN
-        codec = None if is_plain else hipress.codec(expression)
-        brings_momentum = codec is not None and has_momentum(codec)
-        self.optimizer = make_optimizer(
-            self.parameters, [brings_momentum and not is_exempt(p) for p in self.parameters]
-        )
-        self.sync = hipress.attach(
-            self._ddp,
-            codec=codec,
-            strategy=strategy,
-            min_size=MIN_SIZE,
-            optimizer=self.optimizer,
-            enabled=not is_plain,
-        )
-
-    def backward(self, batches: list[Tensor], step: int) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(self.loss(self._ddp, batches[self.rank]))
-
-    def close(self) -> None:
-        """End the exchange, when all ranks have finished with it."""
-        if self.sync.enabled:
-            self.sync.engine.close()
-
-
-def train(
-    expression: str,
-    task: ConvergenceTask,
-    data: DataSet,
-    *,
-    seed: int = 0,
-    num_workers: int = 4,
-    num_points: int = NUM_POINTS,
-) -> Run:
-    """Train virtual workers with one codec; arguments are those of `Workers` and its `train`."""
-    task.check(data, num_workers)
-    workers = VirtualWorkers(expression, task, data, seed=seed, num_workers=num_workers)
-    return replace(
-        workers.train(num_points),
-        bytes_out=workers.sync.bytes_out / task.num_steps,
-        bytes_back=workers.sync.bytes_back / task.num_steps,
-    )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread, so that sums, and results, do not depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def make_model(task: ConvergenceTask, data: DataSet, seed: int) -> nn.Module:
-    """Return a multi-layer perceptron whose first weights depend on the seed only."""
-    sizes = [data.train_images.shape[1], *task.widths, int(data.train_labels.max()) + 1]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layers: list[nn.Module] = []
-        for size_in, size_out in zip(sizes, sizes[1:], strict=False):
-            layers += [nn.Linear(size_in, size_out), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def make_optimizer(parameters: list[nn.Parameter], has_momentum: list[bool]) -> torch.optim.SGD:
-    """Return SGD with momentum, except for parameters whose codec applies it already."""
-    groups = [
-        {
-            "params": [p for p, own in zip(parameters, has_momentum, strict=True) if own == kind],
-            "momentum": 0.0 if kind else MOMENTUM,
-        }
-        for kind in (False, True)
-    ]
-    return torch.optim.SGD([group for group in groups if group["params"]], lr=0.0)
-
-
-def _batches(
-    num_images: int, task: ConvergenceTask, num_workers: int, seed: int
-) -> Iterator[list[Tensor]]:
-    """Yield the images of each worker for each step; every epoch has a new order."""
-    generator = torch.Generator().manual_seed(seed)
-    together = task.batch * num_workers
-    while True:
-        order = torch.randperm(num_images, generator=generator)
-        for start in range(0, num_images - together + 1, together):
-            yield list(torch.split(order[start : start + together], task.batch))
-
-
-# --- every codec beside plain averaging -----------------------------------------------------------
 
 
 def default_codecs() -> list[str]:
@@ -430,6 +41,88 @@ def names_of(expressions: Sequence[str]) -> list[str]:
     return [PLAIN, *(name for name in dict.fromkeys(expressions) if name != PLAIN)]
 
 
+def cells_of(task: ConvergenceTask, expressions: Sequence[str], form: str) -> list[tuple[str, str]]:
+    """Return the name and form of each row: plain averaging, then each codec once.
+
+    A codec may name a form of its own, as in `gradient:onebit`. One that sends the same as a row
+    before is left out.
+
+    Example:
+        >>> from hipress.train.workloads import LARGER
+        >>> names = ["int8", "onebit", "gradient:int8", "gradient:onebit"]
+        >>> cells_of(LARGER["gpt", "adamw"], names, "recommended")[1:]
+        [('int8', 'recommended'), ('onebit', 'recommended'), ('onebit', 'gradient')]
+    """
+    found: dict[tuple[str, str], str] = {}
+    for name in names_of(expressions):
+        prefix, colon, rest = name.partition(":")
+        codec, own = (rest, prefix) if colon and prefix in FORMS else (name, form)
+        found.setdefault((codec, sent(codec, task.optimizer, own).text), own)
+    return [(codec, own) for (codec, _), own in found.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Todo:
+    """One run that is to be made, and all that its result depends on."""
+
+    task: ConvergenceTask
+    codec: str
+    form: str
+    seed: int
+    num_workers: int
+    device: str
+
+    @property
+    def key(self) -> str:
+        """The same text for the same run, on any device.
+
+        What travels is in it, whatever its form is called.
+        """
+        what = sent(self.codec, self.task.optimizer, self.form).text
+        return json.dumps({**asdict(self), "form": what, "device": None}, sort_keys=True)
+
+    def run(self, folder: Path | None) -> Run:
+        data = load(self.task, folder, self.device)
+        return train(
+            self.codec,
+            self.task,
+            data,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            form=self.form,
+            device=self.device,
+        )
+
+
+class RunFile:
+    """Finished runs, one line of JSON each, so that what was interrupted goes on where it was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._found: dict[str, dict[str, Any]] = {}
+        try:
+            lines = path.read_text("utf-8").splitlines() if path.exists() else []
+            for line in lines:
+                one = json.loads(line)
+                self._found[one["key"]] = one["run"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"cannot read runs from {str(path)!r} ({error}); give --runs a file that this "
+                "command has written, or a new one."
+            ) from error
+
+    def get(self, todo: Todo) -> Run | None:
+        found = self._found.get(todo.key)
+        if found is None:
+            return None
+        lists = {name: tuple(found[name]) for name in ("steps", "scores")}
+        return Run(**{**found, **lists, "form": todo.form})
+
+    def add(self, todo: Todo, run: Run) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": todo.key, "run": asdict(run)}) + "\n")
+
+
 def compare(
     task: ConvergenceTask,
     expressions: Sequence[str],
@@ -438,21 +131,51 @@ def compare(
     num_workers: int = 4,
     folder: Path | None = None,
     jobs: int = 1,
+    form: str = GRADIENT,
+    device: str = "cpu",
+    runs_file: Path | None = None,
     on_run: Callable[[str], None] = lambda label: None,
 ) -> list[dict[str, Any]]:
     """Train with plain averaging and with each codec; return one row of plain numbers for each.
 
-    Seeds are 0, 1, ...; `jobs` runs work at a time, each in its own process, unless it is 1.
-    `on_run` is called with a label after each run.
+    Args:
+        task: The training.
+        expressions: Codecs, as `cells_of` takes them.
+        num_seeds: Seeds are 0, 1, ...
+        num_workers: Virtual workers of a run.
+        folder: Where the data is, if no setting says so.
+        jobs: Runs at a time, each in its own process unless it is 1.
+        form: What travels, unless a codec says so; see `hipress.train.forms`.
+        device: cpu or cuda, for model, data and codecs.
+        runs_file: Each run is added here when it ends, and one that is there is not made again.
+        on_run: Called with a label after each run.
     """
-    names = names_of(expressions)
-    check(task, names, num_workers=num_workers, folder=folder)
-    todo = [(name, task, seed, num_workers, folder) for seed in range(num_seeds) for name in names]
-    runs = []
-    for run in _run_all(todo, jobs):
+    check(task, expressions, num_workers=num_workers, folder=folder, form=form)
+    cells = cells_of(task, expressions, form)
+    todo = [
+        Todo(task=task, codec=name, form=form, seed=seed, num_workers=num_workers, device=device)
+        for seed in range(num_seeds)
+        for name, form in cells
+    ]
+    file = None if runs_file is None else RunFile(runs_file)
+    runs, missing = [], []
+    for one in todo:
+        done = None if file is None else file.get(one)
+        if done is None:
+            missing.append(one)
+        else:
+            runs.append(done)
+            on_run(_label(one))
+    for one, run in _run_all(missing, folder, jobs):
+        if file is not None:
+            file.add(one, run)
         runs.append(run)
-        on_run(f"{task.data}, {run.codec}, seed {run.seed}")
-    return rows(task, names, runs, num_workers=num_workers)
+        on_run(_label(one))
+    return rows(task, cells, runs, num_workers=num_workers)
+
+
+def _label(todo: Todo) -> str:
+    return f"{todo.task.name}, {todo.codec}, seed {todo.seed}"
 
 
 def check(
@@ -461,79 +184,87 @@ def check(
     *,
     num_workers: int,
     folder: Path | None = None,
+    form: str = GRADIENT,
 ) -> None:
     """Raise a UsageError, before a comparison takes minutes, if a codec is misspelt, the data is
     missing, or there are too many workers for it.
     """
-    for expression in expressions:
-        if expression != PLAIN:
-            hipress.codec(expression)
-    task.check(loaded(task.data, folder), num_workers)
+    cells_of(task, expressions, form)
+    task.check(load(task, folder), num_workers)
 
 
-@lru_cache(maxsize=1)
-def loaded(name: str, folder: Path | None) -> DataSet:
-    """Return a data set by name; the last one is kept in memory."""
-    return data_sets.load(name, folder)
-
-
-_RunArguments = tuple[str, ConvergenceTask, int, int, Path | None]
-
-
-def _run_all(todo: list[_RunArguments], jobs: int) -> Iterator[Run]:
+def _run_all(todo: list[Todo], folder: Path | None, jobs: int) -> Iterator[tuple[Todo, Run]]:
     if jobs == 1:
-        yield from (_run(*arguments) for arguments in todo)
+        yield from ((one, one.run(folder)) for one in todo)
         return
     # Not fork: torch and numba have started threads.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context)
     try:
-        for done in as_completed([pool.submit(_run, *arguments) for arguments in todo]):
-            yield done.result()
+        started = {pool.submit(one.run, folder): one for one in todo}
+        for done in as_completed(started):
+            yield started[done], done.result()
     finally:
         pool.shutdown(cancel_futures=True)  # after an error or ctrl-C
 
 
-def _run(
-    expression: str, task: ConvergenceTask, seed: int, num_workers: int, folder: Path | None
-) -> Run:
-    return train(expression, task, loaded(task.data, folder), seed=seed, num_workers=num_workers)
-
-
 def rows(
-    task: ConvergenceTask, names: Sequence[str], runs: Sequence[Run], *, num_workers: int
+    task: ConvergenceTask,
+    cells: Sequence[tuple[str, str]],
+    runs: Sequence[Run],
+    *,
+    num_workers: int,
 ) -> list[dict[str, Any]]:
-    """Return one row for each of the names, of which plain averaging must be one."""
+    """Return one row for each name and form, of which plain averaging must be one."""
     ordered = sorted(runs, key=lambda run: run.seed)  # parallel runs end in any order
-    by_name = {name: [run for run in ordered if run.codec == name] for name in names}
-    return [_row(task, num_workers, by_name[name], by_name[PLAIN]) for name in names]
+    by_cell = {
+        (name, form): [run for run in ordered if (run.codec, run.form) == (name, form)]
+        for name, form in cells
+    }
+    plain = next(group for (name, _), group in by_cell.items() if name == PLAIN)
+    return [_row(task, num_workers, by_cell[cell], plain) for cell in cells]
 
 
 def _row(
     task: ConvergenceTask, num_workers: int, runs: list[Run], plain: list[Run]
 ) -> dict[str, Any]:
     """Return one flat row; accuracies in percent have two digits (one image of 10,000 is 0.01)."""
-    ends = [run.accuracy[-1] for run in runs]
+    is_loss = task.metric == "loss"
+    digits = 4 if is_loss else 2
+    ends = [run.scores[-1] for run in runs]
     differences = [
-        run.accuracy[-1] - base.accuracy[-1] for run, base in zip(runs, plain, strict=True)
+        100 * (run.scores[-1] / base.scores[-1] - 1)
+        if is_loss
+        else run.scores[-1] - base.scores[-1]
+        for run, base in zip(runs, plain, strict=True)
     ]
-    difference = statistics.fmean(differences)
+    difference = round(statistics.fmean(differences), 2)
+    bytes_out = runs[0].bytes_out
+    metrics = "losses" if is_loss else "accuracies"
     return {
         "data": task.data,
+        "model": task.model,
+        "optimizer": task.optimizer,
         "codec": runs[0].codec,
+        "form": runs[0].form,
+        "sent": sent(runs[0].codec, task.optimizer, runs[0].form).text,
+        "device": runs[0].device,
         "num_workers": num_workers,
         "num_steps": task.num_steps,
         "rate": task.rate,
-        "ratio_out": _ratio(plain[0].bytes_out, runs[0].bytes_out),
+        "mb_per_step": None if bytes_out is None else round(bytes_out / 1e6, 4),
+        "ratio_out": _ratio(plain[0].bytes_out, bytes_out),
+        "ratio_out_later": _ratio(plain[0].bytes_out, runs[0].bytes_out_later),
         "ratio_back": _ratio(plain[0].bytes_out, runs[0].bytes_back),
-        "accuracy": round(statistics.fmean(ends), 2),
-        "accuracies": [round(end, 2) for end in ends],
-        "difference": round(difference, 2),
+        "metric": task.metric,
+        task.metric: round(statistics.fmean(ends), digits),
+        metrics: [round(end, digits) for end in ends],
+        "difference": difference,
         "difference_min": round(min(differences), 2),
         "difference_max": round(max(differences), 2),
-        "within": round(difference, 2) >= -MAX_LOSS_POINTS,
+        "within": difference <= MOST_WORSE if is_loss else difference >= -MOST_WORSE,
         "curve_steps": list(runs[0].steps),
-        "curves": [[round(point, 2) for point in run.accuracy] for run in runs],
+        "curves": [[round(point, digits) for point in run.scores] for run in runs],
     }
 
 

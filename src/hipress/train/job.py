@@ -410,7 +410,7 @@ def make_optimizer(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decay = config.weight_decay
     if config.optimizer != "sgd":
-        kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+        kind = hipress.torch.Adam if config.optimizer == "adam" else hipress.torch.AdamW
         return kind([p for _, p in named], lr=config.base_rate, weight_decay=decay)
     sent = {} if rules is None else sent_as_momentum(rules, model)
     # If the codec applies weight decay, the optimizer must not.

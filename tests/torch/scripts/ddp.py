@@ -21,7 +21,7 @@ import hipress.torch
 from hipress.casync.engine.engine import Engine
 from hipress.plan import Decision, Plan
 from hipress.session import replicas
-from hipress.train.convergence import VirtualSync, _Compressed, is_exempt
+from hipress.train.virtual import VirtualSync, _Compressed, is_exempt
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.scenarios import main, tell

@@ -63,10 +63,13 @@ def step_gaps(module, ddp, optimizer, sync, rank, step):
         sends = parameter in optimizer._holds_momentum
         gradient = gradients[name]
         sent = BETA1 * momenta[name] + (1 - BETA1) * gradient if sends else gradient
-        into = mean_of(sent.view(-1)) + before[name]
-        out = parameter.grad.view(-1).double() + unsent(sync, name)
-        # The refresh is rounded to 8 bits, and keeps nothing.
-        bound = 1e-6 if sends else 0.03
+        into, out = mean_of(sent.view(-1)), parameter.grad.view(-1).double()
+        after, bound = unsent(sync, name), 1e-6
+        if sends:
+            into, out = into + before[name], out + after
+        else:  # rounded to 8 bits
+            assert torch.equal(before[name], after)
+            bound = 0.03
         gaps[name] = [float((into - out).abs().max() / into.abs().max()), bound, sends]
     optimizer.step()
     return gaps
@@ -95,7 +98,7 @@ def agree(rank, num_ranks, cases):
 
 def first_half(rank, num_ranks, folder):
     module, ddp, optimizer, sync = setup("onebit")
-    train(ddp, optimizer, rank, range(6))
+    train(ddp, optimizer, rank, range(7))  # the next step is a refresh
     state = sync.state_dict()
     sync.save(Path(folder) / "shards")
     if rank == 0:
@@ -117,7 +120,7 @@ def second_half(rank, num_ranks, folder, shards):
     changes = [
         float((unsent(sync, name) - left(state, name)).abs().max()) for name in sync.layout.senders
     ]
-    gaps = [step_gaps(module, ddp, optimizer, sync, rank, step) for step in range(6, 10)]
+    gaps = [step_gaps(module, ddp, optimizer, sync, rank, step) for step in range(7, 11)]
     return {"changes": changes, "gaps": gaps, "owed": len(sync.owed.momentum), "bits": bits(module)}
 
 

@@ -41,6 +41,8 @@ class Variant:
     feedback: bool = False
     momentum: bool = False
     nesterov: bool = False
+    decays: bool = False
+    """Whether the residual is multiplied by a factor, `DECAY`, beside that of the learning rate."""
 
 
 PLAIN = Variant()
@@ -48,6 +50,7 @@ PLAIN = Variant()
 ALPHA = "@alpha"
 MU = "@mu"
 RHO = "@rho"
+DECAY = "@decay"
 """Float parameters that are added to a program's own; no program can use '@' in a name."""
 
 
@@ -147,6 +150,8 @@ def _encode_kernel(
     if variant.feedback:
         inner = value
         rho = g.param(RHO)
+        if variant.decays:
+            rho = g.binary("mul", rho, g.param(DECAY))
 
         def corrected(i: Expr) -> Expr:
             return g.binary("add", inner.at(i), g.binary("mul", rho, g.load(residual, i)))
@@ -170,7 +175,7 @@ def _encode_kernel(
     used = _used(passes)
     all_states = tuple(s for s in all_states if s in used)  # an option may leave one idle
     validate(passes, {x, *all_states, *(s.array for frame in received for s in frame)})
-    added = [MU] * variant.momentum + [RHO] * variant.feedback
+    added = [MU] * variant.momentum + [RHO] * variant.feedback + [DECAY] * variant.decays
     names = dict.fromkeys(_params(roles, *added))
     if frames is not None:
         their = signature(*frames.pair.decode)

@@ -22,10 +22,10 @@ from hipress.train.data.images import (
     open_fashion_mnist,
 )
 from hipress.train.data.synthetic import Synthetic
-from hipress.train.data.text import open_parallel_text, open_text
+from hipress.train.data.text import Characters, open_parallel_text, open_text
 from hipress.train.tasks import Draw
 
-__all__ = ["NAMES", "TOKENS", "Data", "DataSet", "load", "open_data", "usage"]
+__all__ = ["NAMES", "TOKENS", "Characters", "Data", "DataSet", "load", "open_data", "usage"]
 
 TOKENS = ("bytes", "words")
 

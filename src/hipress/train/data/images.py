@@ -16,9 +16,11 @@ import gzip
 import math
 import struct
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -47,6 +49,7 @@ _IDX_STEMS = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10
 _CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_RECORD_BYTES = 2 + 3 * 32 * 32
 _CIFAR_MARGIN = 4  # pixels, as in He et al. (2016)
+_TEST_IMAGES = 1000  # in one batch of a test, so that a network's activations fit in memory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -284,12 +287,35 @@ def _read_cifar(path: Path, num_records: int) -> LabelledImages:
 class DataSet:
     """Images as rows of bytes with their labels; `pixels` converts them for a model."""
 
+    unit: ClassVar[str] = "images"
     name: str
     train_images: Tensor
     """uint8, one row per image."""
     train_labels: Tensor
     test_images: Tensor
     test_labels: Tensor
+    has_channels: bool = False
+    """Whether the model takes square images of three equal channels, and not rows."""
+
+    @property
+    def num_train(self) -> int:
+        return len(self.train_labels)
+
+    def to(self, device: str) -> DataSet:
+        """Return the data set in the memory of a device."""
+        names = ("train_images", "train_labels", "test_images", "test_labels")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def train(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pixels and labels of training images."""
+        return self.pixels(self.train_images[indices]), self.train_labels[indices]
+
+    def test(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the pixels and labels of all test images, rows all at once."""
+        size = _TEST_IMAGES if self.has_channels else len(self.test_labels)
+        parts = (torch.split(part, size) for part in (self.test_images, self.test_labels))
+        for images, labels in zip(*parts, strict=True):
+            yield self.pixels(images), labels
 
     @cached_property
     def _mean_and_deviation(self) -> tuple[float, float]:
@@ -299,7 +325,11 @@ class DataSet:
     def pixels(self, images: Tensor) -> Tensor:
         """Return rows as float32; training pixels have mean 0 and standard deviation 1."""
         mean, deviation = self._mean_and_deviation
-        return images.float().sub_(mean).div_(deviation)
+        rows = images.float().sub_(mean).div_(deviation)
+        if not self.has_channels:
+            return rows
+        side = math.isqrt(rows.shape[1])
+        return rows.view(-1, 1, side, side).expand(-1, 3, -1, -1).contiguous()
 
 
 def load(name: str, folder: Path | None = None) -> DataSet:

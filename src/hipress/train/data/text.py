@@ -11,8 +11,9 @@ from abc import abstractmethod
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -236,6 +237,79 @@ class MaskedText(_Text):
         begin = ordinary.new_full((len(ordinary), 1), first)
         end = ordinary.new_full((len(ordinary), 1), separator)
         return torch.cat([begin, ordinary[:, :num_a], end, ordinary[:, num_a:], end], dim=1)
+
+
+# --- characters, for the convergence benchmark ----------------------------------------------------
+
+_TEST_WINDOWS = 128  # in one batch of a test
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Characters:
+    """A text as numbers of its characters, 90 % to train on and the rest to test with.
+
+    A training example is any window of `length` characters; the test has all that follow each
+    other. The target of a character is the next one.
+    """
+
+    unit: ClassVar[str] = "windows"
+    train_tokens: Tensor
+    test_tokens: Tensor
+    vocabulary: int
+    length: int
+
+    @classmethod
+    def read(cls, path: Path | None, length: int) -> Characters:
+        """Read a text in UTF-8: a file, or `input.txt` in a folder."""
+        if path is None:
+            raise UsageError(
+                "the folder of tiny-shakespeare is not known; set HIPRESS_TINY_SHAKESPEARE or "
+                "--data-dir to the folder that holds input.txt."
+            )
+        path = checked_file(path / "input.txt" if path.is_dir() else path, "tiny-shakespeare")
+        try:
+            return cls.of(path.read_bytes().decode(), length)
+        except UnicodeDecodeError:
+            raise UsageError(f"{str(path)!r} is not UTF-8; convert the file.") from None
+
+    @classmethod
+    def of(cls, text: str, length: int) -> Characters:
+        """Number the characters of a text in the order of their codes."""
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        kinds, tokens = np.unique(codes, return_inverse=True)
+        num_train = len(tokens) * 9 // 10
+        if len(tokens) - num_train <= length:
+            raise UsageError(
+                f"the text has {len(tokens)} characters, and the last 10 % is too short for a "
+                f"window of {length}; give one of at least {10 * (length + 2)}."
+            )
+        train, test = torch.from_numpy(tokens.astype(np.int64)).tensor_split([num_train])
+        return cls(train_tokens=train, test_tokens=test, vocabulary=len(kinds), length=length)
+
+    @property
+    def num_train(self) -> int:
+        return len(self.train_tokens) - self.length
+
+    def to(self, device: str) -> Characters:
+        """Return the text in the memory of a device."""
+        train, test = self.train_tokens.to(device), self.test_tokens.to(device)
+        return replace(self, train_tokens=train, test_tokens=test)
+
+    def train(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the windows that start at some characters, and their targets."""
+        return self._windows(self.train_tokens, indices)
+
+    def test(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the windows of the test, and their targets."""
+        stop = len(self.test_tokens) - self.length
+        starts = torch.arange(0, stop, self.length, device=self.test_tokens.device)
+        for some in torch.split(starts, _TEST_WINDOWS):
+            yield self._windows(self.test_tokens, some)
+
+    def _windows(self, tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        offsets = torch.arange(self.length + 1, device=starts.device)
+        window = tokens[starts[:, None] + offsets]
+        return window[:, :-1], window[:, 1:]
 
 
 # --- lines and their translations -----------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from hipress.compll import ir
 from hipress.compll.backends.cpu import filters, prelude, ranks
 from hipress.compll.backends.cpu.kernel import MAX_RANGES, KernelPrinter, Record, Step, stored
-from hipress.compll.backends.cpu.locals import print_local
+from hipress.compll.backends.cpu.locals import print_kept, print_local
 from hipress.compll.backends.cpu.loops import Loops, exact
 from hipress.compll.backends.host import (
     Place,
@@ -49,6 +49,12 @@ class Passes(KernelPrinter):
             # A sum of floats has a loop of its own; other reductions share that of the stores.
             alone = [f for f in phase.folds if not (phase.stores and exact(f))]
             shared = [f for f in phase.folds if f not in alone]
+            kept = [x for x in phase.locals if x.kind == "keep" and x.row is None]
+            if kept:  # one loop reads the block's elements for the first time
+                beside = [f for f in alone if exact(f)]
+                results = print_kept(loops, f"{name}_k{j}", kept, beside)
+                _keep(loops, parts, beside, results)
+                alone = [f for f in alone if f not in beside]
             for k, row in enumerate(dict.fromkeys(f.row for f in alone)):
                 of_row = [f for f in alone if f.row == row]
                 results = loops.fold(f"{name}_f{j}{f'_r{k}' if row else ''}", of_row)
@@ -57,7 +63,7 @@ class Passes(KernelPrinter):
                         loops.out(f"{parts[f]}[t] = {result}")
                     else:
                         loops.finish(f, result)
-            for k, x in enumerate(phase.locals):
+            for k, x in enumerate(x for x in phase.locals if x not in kept):
                 print_local(loops, f"{name}_a{j}_{k}", x)
             if phase.stores:
                 results = loops.store(f"{name}_s{j}", phase.stores, shared)

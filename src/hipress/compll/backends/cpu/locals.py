@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hipress.compll import ir
 from hipress.compll.backends.cpu.buffers import is_own, local_type, pair_step
 from hipress.compll.backends.cpu.loops import Body, Loops
@@ -23,6 +25,11 @@ def print_local(loops: Loops, name: str, x: ir.Local) -> None:
             _write(loops, name, x, target, f"{local_type(x)}({{}})", whole=True)
     else:
         is_float = x.body.type == "float"
+        if x.kind == "largest" and (kept := _magnitudes(loops, x)):
+            _print_largest(loops, x, target, f"_view({kept}, i32)", "i32(0x7FFFFFFF)", "i32")
+            loops.ready.add(x)
+            loops.name_block_values()
+            return
         kind = "u8" if x.kind == "filter" else ("i32" if is_float else "i64")
         of = loops.buffer(kind)
         # Zeros of both signs are equal.
@@ -34,10 +41,43 @@ def print_local(loops: Loops, name: str, x: ir.Local) -> None:
         elif x.kind == "sort":
             loops.out(f"_order({of}, {m}, {target})")
         else:
-            more = ", ".join(map(loops.buffer, ("i64", "u8", "i32", "i32")))
-            loops.out(f"_largest({of}, {m}, {target}, {x.room}, {more})")
+            _print_largest(loops, x, target, of, f"{kind}(-1)", kind)
     loops.ready.add(x)
     loops.name_block_values()
+
+
+def _magnitudes(loops: Loops, x: ir.Local) -> str:
+    """Returns the array that is kept already and whose magnitudes are ordered; empty if none is.
+
+    The bits of a magnitude are those of the float without the sign: no keys need be written.
+    """
+    of = x.body.args[0] if x.body.op == "abs" and x.body.type == "float" else None
+    for y in loops.ready:
+        if y.kind == "keep" and y.body is of and y.row == x.row:
+            return loops.locals[y]
+    return ""
+
+
+def _print_largest(loops: Loops, x: ir.Local, target: str, raw: str, mask: str, kind: str) -> None:
+    more = ", ".join(map(loops.buffer, ("i64", "u8", "i32", "i32", kind)))
+    m = loops.bounds(x.row)[0]
+    loops.out(f"_largest({raw}, {mask}, {m}, {target}, {x.room}, {more})")
+
+
+def print_kept(
+    loops: Loops, name: str, kept: Sequence[ir.Local], folds: Sequence[ir.Fold]
+) -> list[str]:
+    """Prints one loop for arrays of the block's elements and some reductions over them."""
+    body = loops.start(folds)
+    loops.element(body, folds, [])
+    for x in kept:
+        target = loops.locals[x]
+        body.needs(target)
+        body(f"{target}[i] = {local_type(x)}({loops.print(body, [x.body])[0]})")
+    results = loops.call(name, body, folds)
+    loops.ready.update(kept)
+    loops.name_block_values()
+    return results
 
 
 def _write(

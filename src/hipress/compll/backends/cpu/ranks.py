@@ -40,24 +40,24 @@ def _order(keys: Any, m: Any, places: Any) -> None:
     _copy(places[:m], np.argsort(keys[:m], kind="mergesort"))
 
 
-def _count_from(keys: Any, m: Any, limit: Any) -> Any:
-    """How many keys reach a limit."""
+def _count_from(raw: Any, mask: Any, m: Any, limit: Any) -> Any:
+    """How many keys reach a limit; a key is what a mask leaves of an int."""
     count = i32(0)
     for i in range(m):
-        count = i32(count + (i32(1) if keys[i] >= limit else i32(0)))
+        count = i32(count + (i32(1) if (raw[i] & mask) >= limit else i32(0)))
     return i64(count)
 
 
-def _least_and_most(keys: Any, m: Any) -> Any:
-    least, most = keys[0], keys[0]
+def _least_and_most(raw: Any, mask: Any, m: Any) -> Any:
+    least, most = raw[0] & mask, raw[0] & mask
     for i in range(m):
-        k = keys[i]
+        k = raw[i] & mask
         least = k if k < least else least
         most = k if k > most else most
     return i64(least), i64(most)
 
 
-def _narrowed(keys: Any, m: Any, enough: Any, wanted: Any, bounds: Any) -> Any:
+def _narrowed(raw: Any, mask: Any, m: Any, enough: Any, wanted: Any, bounds: Any) -> Any:
     """Raises a limit until no more than `enough` keys reach it, but `wanted` do.
 
     `bounds` are the limit, how many reach it, a key that fewer than `wanted` exceed, and how many
@@ -72,7 +72,7 @@ def _narrowed(keys: Any, m: Any, enough: Any, wanted: Any, bounds: Any) -> Any:
             middle = high - i64((f64(high) - f64(low)) * min(share, 1.0))
             middle = min(max(middle, low + 1), high)
         guesses = not guesses
-        count = _count_from(keys, m, keys.dtype.type(middle))
+        count = _count_from(raw, mask, m, raw.dtype.type(middle))
         if count >= wanted:
             low, reach = middle, count
         else:
@@ -80,15 +80,23 @@ def _narrowed(keys: Any, m: Any, enough: Any, wanted: Any, bounds: Any) -> Any:
     return low, reach, high, above
 
 
-def _places_from(keys: Any, m: Any, limit: Any, places: Any, marks: Any, words: Any) -> None:
-    """The places of the keys that reach a limit, in order; fast where they are few.
+def _marked(raw: Any, mask: Any, m: Any, limit: Any, marks: Any) -> Any:
+    """Marks the keys that reach a limit; returns how many do."""
+    count = i32(0)
+    for i in range(m):
+        reaches = (raw[i] & mask) >= limit
+        marks[i] = u8(reaches)
+        count = i32(count + i32(reaches))
+    return i64(count)
 
-    Keys are marked by a vector loop, and words of eight marks are found without a branch: 135 ns
-    for 20 of 512 keys, against 250 with a branch and 200 mark by mark.
+
+def _few_places(marks: Any, m: Any, places: Any, words: Any) -> None:
+    """The places of the marks, in order; fast where they are few.
+
+    Words of eight marks are found without a branch: 135 ns for 20 of 512 keys, against 250 with a
+    branch and 200 mark by mark.
     """
     end = i64(m) + 7 & -8
-    for i in range(m):
-        marks[i] = u8(keys[i] >= limit)
     _clear(marks[m:end])
     eights, num_words, count = _view(marks[:end], u64), i64(0), i64(0)
     for w in range(end >> 3):
@@ -103,39 +111,51 @@ def _places_from(keys: Any, m: Any, limit: Any, places: Any, marks: Any, words: 
 
 
 def _largest(
-    keys: Any, m: Any, places: Any, room: Any, hint: Any, marks: Any, words: Any, found: Any
-) -> None:
+    raw: Any, mask: Any, m: Any, places: Any, room: Any, hint: Any, marks: Any, words: Any,
+    found: Any, keys: Any,
+) -> None:  # fmt: skip
     """The places of the largest keys, in ascending order; of equal ones the first.
 
-    A limit that some more reach leaves few keys to look at. What the last block left in `hint` is
-    tried first: blocks are alike. `keys` is overwritten, and what follows `hint` is scratch memory.
+    A limit that half as many again reach leaves few keys to look at. What the last block left in
+    `hint` is tried first: blocks are alike. What follows `hint` is scratch memory.
     """
     wanted = min(i64(room), i64(m))
     _clear(places[:room])
     if wanted == 0:
         return
     enough = 4 * wanted + 16
-    low = i64(keys.dtype.type(hint[0]))
-    reach, high, above = _count_from(keys, m, keys.dtype.type(low)), i64(0), i64(0)
+    low = i64(raw.dtype.type(hint[0]))
+    reach, high, above = _marked(raw, mask, m, raw.dtype.type(low), marks), i64(0), i64(0)
     is_close = wanted <= reach <= enough
     if not is_close:
-        low, high = _least_and_most(keys, m)
+        low, high = _least_and_most(raw, mask, m)
         reach = i64(m)
         if low < high:
-            count = _count_from(keys, m, keys.dtype.type(low + 1))
+            count = _count_from(raw, mask, m, raw.dtype.type(low + 1))
             if count < wanted:  # mostly one value, as zeros in a sparse gradient
                 high, above = low, count
-        low, reach, high, above = _narrowed(keys, m, enough, wanted, (low, reach, high, above))
-    _places_from(keys, m, keys.dtype.type(low), found, marks, words)
+        low, reach, high, above = _narrowed(raw, mask, m, enough, wanted, (low, reach, high, above))
+        _marked(raw, mask, m, raw.dtype.type(low), marks)
+    _few_places(marks, m, found, words)
     for j in range(reach):
-        keys[j] = keys[found[j]]
+        keys[j] = raw[found[j]] & mask
+    every = raw.dtype.type(-1)
     if is_close:
-        high = _least_and_most(keys, reach)[1]
-    num_keys, top = reach, high
-    low, reach, high, above = _narrowed(keys, num_keys, wanted, wanted, (low, reach, high, above))
-    hint[0] = low - ((top - low) >> 2)
-    equal = wanted - above if reach != wanted else i64(m)
+        high = _least_and_most(keys, every, reach)[1]
+    num_keys, limit, top = reach, low, high
+    bounds = (low, reach, high, above)
+    low, reach, high, above = _narrowed(keys, every, num_keys, wanted, wanted, bounds)
+    # From the share of keys between the two limits: where half of `wanted` would lie between them.
+    more = max(num_keys - wanted, wanted >> 2, i64(1))
+    gap = i64((f64(low) - f64(limit)) * (f64(wanted) / f64(2 * more)))
+    hint[0] = low - max(gap, ((top - low) >> 6) + 1)
     count = i64(0)
+    if reach == wanted:
+        for j in range(num_keys):
+            places[count] = found[j]
+            count += i64(keys[j] >= low)
+        return
+    equal = wanted - above
     for j in range(num_keys):
         key = i64(keys[j])
         places[count] = found[j]

@@ -14,6 +14,11 @@ from hipress.compll.backends.render import machine_type, wide_type
 from hipress.compll.ir import Expr
 from hipress.errors import BackendError
 
+FEW = 8
+"""Values of a row that are scattered one by one in any case."""
+WIDE = 256
+"""Elements of a block from which on a few of them are not gathered by shuffling all."""
+
 if TYPE_CHECKING:
     from hipress.compll.backends.gpu.tiles import Columns, Tile
 
@@ -40,7 +45,21 @@ def element(tile: Tile, e: Expr, index: str) -> str:
         times = columns.width // own.width
         repeated = f"tl.broadcast_to({name}[:, None, :], [{tile.rows}, {times}, {own.width}])"
         name = f"tl.reshape({repeated}, [{tile.rows}, {columns.width}])"
+    elif _is_rising(at) and own.width >= WIDE and columns.width >= FEW:
+        steps = columns.width.bit_length() - 1
+        if machine_type(x.body) in ("f32", "i32"):
+            return f"_picked({name}, {inside}, {columns.name('cols')}, 32, {steps})"
     return f"tl.gather({name}, {inside}, 1)"
+
+
+def _is_rising(at: Expr) -> bool:
+    """Whether an index is a place of the largest elements, clamped or not: these rise."""
+    while at.op in ("min", "max"):
+        places = [e for e in at.args if e.variance == 2]
+        if len(places) != 1:
+            return False
+        at = places[0]
+    return at.op == "local" and at.attr.kind == "largest" and at.args[0].op in ("lidx", "ridx")
 
 
 def room_columns(tile: Tile, x: ir.Local) -> Columns:
@@ -82,7 +101,8 @@ def _places(tile: Tile, x: ir.Local, body: str, kind: str) -> str:
     else:
         # Zeros of both signs are equal.
         key = f"_key({body} + 0.0)" if kind == "f32" else body
-        key = f"(~{key})" if x.kind == "largest" else key
+        if x.kind == "largest":
+            return _largest(tile, x, tile.named(key), live)
         packed = f"(({key}).to(tl.int64) << 32) | {cols}"
         order = f"tl.where({live}, {packed}, 9223372036854775807)"
     order = tile.named(f"tl.sort({order}, 1)")
@@ -94,9 +114,20 @@ def _places(tile: Tile, x: ir.Local, body: str, kind: str) -> str:
     if to.width != over.width:
         lanes = f"tl.broadcast_to({to.name('cols')}, [{tile.rows}, {to.width}])"
         first = tile.named(f"tl.gather({order}, {lanes}, 1)")
-    if x.kind == "largest":  # back to the order of places
-        first = tile.named(f"tl.sort(tl.where({used}, {first}, {last}), 1)")
     return tile.named(f"tl.where({used}, {first}, 0)")
+
+
+def _largest(tile: Tile, x: ir.Local, key: str, live: str) -> str:
+    """Prints the places of the largest: a limit, the marks of what reaches it, their places."""
+    over, to = tile.over(x.row), room_columns(tile, x)
+    count = f"tl.sum({live}.to(tl.int32), axis=1)[:, None]"
+    wanted = tile.named(f"tl.minimum({count}, {x.room})")
+    marks = tile.named(f"_largest_marks({key}, {live}, {wanted})")
+    lanes = min(32, over.width)
+    ranks = f"tl.broadcast_to({to.name('cols')}, [{tile.rows}, {to.width}])"
+    steps, bits = (over.width // lanes).bit_length() - 1, lanes.bit_length() - 1
+    places = tile.named(f"_marked_places({marks}, {ranks}, {lanes}, {steps}, {bits})")
+    return tile.named(f"tl.where({to.name('cols')} < {wanted}, {places}, 0)")
 
 
 def _scanned(tile: Tile, x: ir.Local, body: str) -> str:
@@ -115,7 +146,10 @@ def _scanned(tile: Tile, x: ir.Local, body: str) -> str:
 
 
 def _scattered(tile: Tile, x: ir.Local, body: str) -> str:
-    """One value after another, in order: the same bits in every run."""
+    """One value after another, in order: the same bits in every run.
+
+    Places that rise need no order: then each element finds its value.
+    """
     assert x.index is not None and x.size is not None
     out, over, to = tile.out, tile.over(x.row), room_columns(tile, x)
     index, size = tile.print([x.index, x.size])
@@ -127,10 +161,21 @@ def _scattered(tile: Tile, x: ir.Local, body: str) -> str:
     kind = wide_type(x.type)
     value = tile.named(cast(body, kind))
     total = tile.named(f"tl.zeros([{tile.rows}, {to.width}], {value}.dtype)")
+    quick = kind == "f32" and over.width >= FEW and to.width >= FEW
+    if quick:
+        near = tile.named(f"tl.minimum(tl.maximum({at}, -1), {to.width}).to(tl.int32)")
+        rising = tile.named(f"_is_rising({near}, {live}, {over.name('cols')})")
+        lanes = min(32, to.width)
+        steps = over.width.bit_length() - 1
+        spread = f"_spread({near}, {value}, {live}, {to.width}, {lanes}, {steps})"
+        out.open(f"if {rising}:")
+        out(f"{total} = {spread}")
+        out.depth -= 1
+        out.open("else:")
     out.open(f"for k in range({over.count}):")
     out(f"here = {live} & ({over.name('cols')} == k)")
     out(f"one = tl.sum(tl.where(here, {value}, 0), axis=1).to({value}.dtype)[:, None]")
     out(f"place = tl.sum(tl.where(here, {at} + 1, 0), axis=1)[:, None] - 1")
     out(f"{total} = tl.where({to.name('cols')} == place, {total} + one, {total})")
-    out.depth -= 1
+    out.depth -= 2 if quick else 1
     return total

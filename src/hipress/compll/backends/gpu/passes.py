@@ -58,7 +58,7 @@ class Passes(KernelPrinter):
         stores = [*(s for phase in p.phases for s in phase.stores), *p.row_stores]
         exprs = ir.pass_exprs(p)
         exprs += [e for a in loads(exprs) if a in self.running for e in self.running[a].fold.exprs]
-        tile = Tile(self, p.length, p.block, exprs, stores)
+        tile = Tile(self, p.length, p.block, exprs, stores, sums=bool(ir.pass_folds(p)))
         tile.open(f"{name}_tile", [s.array for s in ir.pass_stores(p)])
         for phase in p.phases:
             tile.block_folds([f for f in phase.folds if f.block is not None])

@@ -74,6 +74,37 @@ def _power(e: Any) -> Any:
     return ((e.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
+def _div_shared(
+    x: Any, d: Any, TIMES: tl.constexpr, EACH: tl.constexpr, cond: Any = True, other: Any = 0.0
+) -> Any:
+    """x / d, correctly rounded, for a d that all elements share: three instructions each.
+
+    Markstein (IBM J. Res. Dev. 34, 1990): with r, the float nearest to 1 / d, the estimate x * r
+    is less than 1.5 ulp away, its remainder is a float, and one correction gives the float nearest
+    to x / d. That holds while nothing overflows and no bit is lost below the smallest float, so a
+    tile with numbers too small or too large for that is divided by the usual instructions. A
+    thread looks at its own elements first: TIMES as many as the EACH that lie side by side.
+
+    Where `cond`, which all elements share too, does not hold, `other` is the result.
+    """
+    r = tl.div_rn(1.0, d)
+    # Less the smallest float, so that zero, which is safe, has a sign: as an unsigned int it is
+    # above all other numbers, as a signed one below them.
+    size = tl.abs(x) - 1.401298464324817e-45
+    parts = tl.reshape(size, [TIMES, x.shape[0] * x.shape[1] // (TIMES * EACH), EACH])
+    least = tl.min(tl.min(parts.to(tl.uint32, bitcast=True), axis=2), axis=0)
+    largest = tl.max(tl.max(parts.to(tl.int32, bitcast=True), axis=2), axis=0)
+    unsafe = (least < 0x0D800000) | (largest > 0x5F800000)  # 2^-100, 2^64
+    d_is_safe = (d >= 2.168404344971009e-19) & (d <= 16777216.0)  # 2^-62, 2^24
+    if cond & d_is_safe & (tl.max(unsafe.to(tl.int32)) == 0):
+        q = x * r
+        # The remainder is negated: one of zero is +0, times -r it is -0, and q keeps its sign.
+        q = tl.fma(tl.fma(q, d, x * -1.0), -r, q)
+    else:
+        q = tl.where(cond, tl.div_rn(x, d), other)
+    return q
+
+
 def _finite(x: Any) -> Any:
     return tl.abs(x) <= 3.4028234663852886e38
 
@@ -112,7 +143,7 @@ def _to_small_int(x: Any) -> Any:
 
 def _sat_f(x: Any, top: tl.constexpr) -> Any:
     """A float as an unsigned code: NaN and negatives are 0, what is too large is `top`."""
-    return tl.minimum(tl.where(x > 0.0, x, 0.0), top * 1.0).to(tl.int32)
+    return tl.minimum(tl.maximum(x, 0.0), top * 1.0).to(tl.int32)
 
 
 def _sat_f32(x: Any) -> Any:
@@ -152,11 +183,26 @@ def _round_f16(x: Any) -> Any:
     return x.to(tl.float16).to(tl.float32)
 
 
-def _pack(codes: Any, BITS: tl.constexpr, UNIT: tl.constexpr) -> Any:
-    """Codes of some bits side by side in units of 8 or 32 bits, low bits first."""
+def _pack(codes: Any, BITS: tl.constexpr, UNIT: tl.constexpr, EACH: tl.constexpr) -> Any:
+    """Codes of some bits side by side in units of 8 or 32 bits, low bits first.
+
+    EACH neighbours (1, 2, 4 or 8) are in one thread, which joins them in pairs: that takes fewer
+    instructions than a shift of each code by an amount that depends on the thread.
+    """
     per: tl.constexpr = UNIT // BITS
-    parts = tl.reshape(codes, [codes.shape[0], codes.shape[1] // per, per])
-    return tl.sum(parts << (tl.arange(0, per) * BITS)[None, None, :], axis=2)
+    rows: tl.constexpr = codes.shape[0]
+    cols: tl.constexpr = codes.shape[1]
+    if EACH >= 2:
+        low, high = tl.split(tl.reshape(codes, [rows, cols // 2, 2]))
+        codes = low + (high << BITS)
+    if EACH >= 4:
+        low, high = tl.split(tl.reshape(codes, [rows, cols // 4, 2]))
+        codes = low + (high << (2 * BITS))
+    if EACH >= 8:
+        low, high = tl.split(tl.reshape(codes, [rows, cols // 8, 2]))
+        codes = low + (high << (4 * BITS))
+    parts = tl.reshape(codes, [rows, cols // per, per // EACH])
+    return tl.sum(parts << (tl.arange(0, per // EACH) * (EACH * BITS))[None, None, :], axis=2)
 
 
 def _unpack(units: Any, BITS: tl.constexpr, UNIT: tl.constexpr) -> Any:
@@ -207,9 +253,18 @@ def _words(group: Any, site: tl.constexpr, rng: Any) -> Any:
     return a, b, c, d
 
 
-def _bits32_row(first: Any, COLS: tl.constexpr, site: tl.constexpr, rng: Any) -> Any:
-    """32 random bits for COLS elements from `first`, a multiple of four: one Philox per four."""
-    a, b, c, d = _words((first >> 2) + tl.arange(0, COLS // 4), site, rng)
+def _bits32_row(
+    first: Any, COLS: tl.constexpr, EACH: tl.constexpr, site: tl.constexpr, rng: Any
+) -> Any:
+    """32 random bits for COLS elements from `first`, a multiple of four: one Philox per four.
+
+    EACH neighbours (4 or 8) are in one thread.
+    """
+    group = (first >> 2) + tl.arange(0, COLS // EACH) * (EACH // 4)
+    a, b, c, d = _words(group, site, rng)
+    if EACH == 8:
+        e, f, g, h = _words(group + 1, site, rng)
+        a, b, c, d = tl.join(a, e), tl.join(b, f), tl.join(c, g), tl.join(d, h)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [1, COLS])
 
 
@@ -252,6 +307,152 @@ def _popcount(x: Any) -> Any:
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
     return ((x + (x >> 8) + (x >> 16) + (x >> 24)) & 0x3F).to(tl.int32)
+
+
+def _pick(x: Any, index: Any) -> Any:
+    """Elements of each row at some index.
+
+    Rows are repeated where the index is wider: Triton 3.6 fails to compile a gather from less.
+    """
+    if x.shape[1] < index.shape[1]:
+        shape: tl.constexpr = [x.shape[0], index.shape[1] // x.shape[1], x.shape[1]]
+        x = tl.reshape(tl.broadcast_to(x[:, None, :], shape), index.shape)
+    return tl.gather(x, index, 1)
+
+
+def _rank_limit(key: Any, wanted: Any) -> Any:
+    """The largest int that as many keys of a row reach as are wanted, by halving what is left.
+
+    Or a smaller one that exactly so many reach, which is found earlier: after 17 counts for 64 of
+    4096 normal magnitudes.
+    """
+    low = tl.min(key, axis=1)[:, None]
+    high = tl.max(key, axis=1)[:, None]
+    for _ in range(32):  # Triton 3.6 fails to compile a while loop over tensors
+        if tl.max((low < high).to(tl.int32)) > 0:
+            middle = (low | high) - ((low ^ high) >> 1)  # no sum that may wrap
+            reach = tl.sum((key >= middle).to(tl.int32), axis=1)[:, None]
+            is_low = reach >= wanted
+            done = (reach == wanted) | (low >= high)
+            low = tl.where(is_low & (low < high), middle, low)
+            high = tl.where(done, low, tl.where(is_low, high, middle - 1))
+    return low
+
+
+def _largest_marks(key: Any, live: Any, wanted: Any) -> Any:
+    """Which keys of a row are the largest; of equal ones the first."""
+    key = tl.where(live, key, -2147483648)
+    limit = _rank_limit(key, wanted)
+    above = live & (key > limit)
+    equal = live & (key == limit)
+    left = wanted - tl.sum(above.to(tl.int32), axis=1)[:, None]
+    surplus = tl.sum(equal.to(tl.int32), axis=1)[:, None] - left
+    # The columns up to which there is room for equal keys: all, unless there are too many.
+    end = tl.full(equal.shape, 1, tl.int32)
+    if tl.max(surplus) > 0:
+        end = (tl.cumsum(equal.to(tl.int32), axis=1) <= left).to(tl.int32)
+    return above | (equal & (end != 0))
+
+
+def _mark_words(marks: Any, LANES: tl.constexpr) -> Any:
+    """Marks of a row as the bits of words."""
+    rows: tl.constexpr = marks.shape[0]
+    groups: tl.constexpr = marks.shape[1] // LANES
+    bits = tl.reshape(marks.to(tl.int32), [rows, groups, LANES])
+    return tl.sum(bits << tl.arange(0, LANES)[None, None, :], axis=2).to(tl.uint32, bitcast=True)
+
+
+def _marked_places(
+    marks: Any, ranks: Any, LANES: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr
+) -> Any:
+    """The place of the mark of each rank in its row: the word by halving, then the bit."""
+    words = _mark_words(marks, LANES)
+    counts = _popcount(words)
+    ends = tl.cumsum(counts, axis=1)
+    at = tl.zeros_like(ranks)
+    for step in tl.static_range(STEPS):
+        half = 1 << (STEPS - 1 - step)
+        at += tl.where(_pick(ends, at + (half - 1)) <= ranks, half, 0)
+    at = tl.minimum(at, words.shape[1] - 1)
+    word = _pick(words.to(tl.int32, bitcast=True), at).to(tl.uint32, bitcast=True)
+    left = ranks - _pick(ends - counts, at)
+    place = at * LANES
+    for step in tl.static_range(BITS):
+        half = 1 << (BITS - 1 - step)
+        low = _popcount(word & ((1 << half) - 1))
+        is_high = left >= low
+        left -= tl.where(is_high, low, 0)
+        word = tl.where(is_high, word >> half, word)
+        place += tl.where(is_high, half, 0)
+    return place
+
+
+def _is_rising(at: Any, live: Any, cols: Any) -> Any:
+    """Whether places rise in every row, as far as they are live."""
+    last: tl.constexpr = at.shape[1] - 1
+    after = tl.broadcast_to(tl.minimum(cols + 1, last), at.shape)
+    follows = (tl.gather(live.to(tl.int32), after, 1) != 0) & (cols < last)
+    return tl.max((follows & (tl.gather(at, after, 1) <= at)).to(tl.int32)) == 0
+
+
+def _below(at: Any, limit: Any, STEPS: tl.constexpr) -> Any:
+    """How many places of a row, which rise, lie below each limit."""
+    last: tl.constexpr = at.shape[1] - 1
+    count = tl.zeros_like(limit)
+    for step in tl.static_range(STEPS + 1):
+        half = 1 << (STEPS - step)
+        here = _pick(at, tl.minimum(count + (half - 1), last))
+        count += tl.where((count + half <= last + 1) & (here < limit), half, 0)
+    return count
+
+
+def _spread(
+    at: Any, value: Any, live: Any, WIDTH: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr
+) -> Any:
+    """A row of zeros with each value at its place; places rise.
+
+    The places of each group of columns are found by halving; the groups then take their values side
+    by side, as many times as the fullest has places.
+    """
+    rows: tl.constexpr = at.shape[0]
+    last: tl.constexpr = at.shape[1] - 1
+    groups: tl.constexpr = WIDTH // LANES
+    at = tl.where(live, at, 2147483647)
+    begin = tl.broadcast_to(tl.arange(0, groups)[None, :] * LANES, [rows, groups])
+    first = _below(at, begin, STEPS)
+    count = _below(at, begin + LANES, STEPS) - first
+    lanes = tl.arange(0, LANES)[None, None, :]
+    total = tl.zeros([rows, groups, LANES], value.dtype)
+    for k in range(tl.max(count)):
+        one = tl.minimum(first + k, last)
+        lane = tl.where(k < count, _pick(at, one) - begin, -1)
+        total = tl.where(lanes == lane[:, :, None], _pick(value, one)[:, :, None], total)
+    return tl.reshape(total, [rows, WIDTH])
+
+
+def _picked(x: Any, at: Any, cols: Any, LANES: tl.constexpr, STEPS: tl.constexpr) -> Any:
+    """Elements of each row at places that rise, until they do not: what follows is 0.
+
+    The other way round than `_spread`. A gather from a wide row would hold all of it in each warp.
+    """
+    rows: tl.constexpr = x.shape[0]
+    last: tl.constexpr = at.shape[1] - 1
+    groups: tl.constexpr = x.shape[1] // LANES
+    before = tl.broadcast_to(tl.maximum(cols - 1, 0), at.shape)
+    at = tl.where((cols == 0) | (at > tl.gather(at, before, 1)), at, 2147483647)
+    begin = tl.broadcast_to(tl.arange(0, groups)[None, :] * LANES, [rows, groups])
+    first = _below(at, begin, STEPS)
+    count = _below(at, begin + LANES, STEPS) - first
+    group = tl.minimum(at // LANES, groups - 1)
+    turn = tl.where(at < 2147483647, cols - _pick(first, group), -1)
+    bits = tl.reshape(x.to(tl.int32, bitcast=True), [rows, groups, LANES])
+    lanes = tl.arange(0, LANES)[None, None, :]
+    found = tl.zeros_like(at)
+    for k in range(tl.max(count)):
+        lane = tl.where(k < count, _pick(at, tl.minimum(first + k, last)) - begin, -1)
+        one = tl.sum(tl.where(lanes == lane[:, :, None], bits, 0), axis=2)
+        found = tl.where(turn == k, _pick(one, group), found)
+    return found.to(x.dtype, bitcast=True)
 
 
 def _sums_before(parts: Any, count: Any) -> Any:

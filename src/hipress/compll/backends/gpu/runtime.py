@@ -456,11 +456,28 @@ def _sort(places: tuple[Any, ...], sizes: Sizes, work: torch.Tensor) -> None:
             view.copy_(view[order])
 
 
+def fused(x: NDArray[Any], y: NDArray[Any], z: NDArray[Any]) -> NDArray[np.float32]:
+    """Returns x * y + z of float32, rounded once.
+
+    In double precision the product is exact. The sum is rounded to odd, which leaves enough to
+    round it again.
+    """
+    product, z = x.astype(np.float64) * y, z.astype(np.float64)
+    total = np.asarray(product + z)
+    with np.errstate(invalid="ignore"):
+        back = total - product
+        error = (product - (total - back)) + (z - back)
+    wrong = np.isfinite(total) & (error != 0) & (total.view(np.int64) & 1 == 0)
+    towards = np.where(error > 0, np.inf, -np.inf)
+    return np.where(wrong, np.nextafter(total, towards), total).astype(np.float32)
+
+
 def _patch_interpreter() -> None:
-    """Corrects two defects of the interpreter in Triton 3.6.
+    """Corrects four defects of the interpreter in Triton 3.6.
 
     Loops: under NumPy 2.4 an array of one element is no longer an int. Scalars that are spread
-    over a tile: all became floats, also what is true or false.
+    over a tile: all became floats, also what is true or false. A fused multiply-add rounded twice.
+    The larger and the smaller of a number and NaN were NaN, where a GPU takes the number.
     """
     from triton.runtime import interpreter
 
@@ -477,9 +494,15 @@ def _patch_interpreter() -> None:
         spread = np.full(kind.shape, value[0], dtype=value.dtype)
         return interpreter.TensorHandle(spread, kind.scalar)
 
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        return interpreter.TensorHandle(fused(x.data, y.data, z.data), z.dtype.scalar)
+
     patched.patched = True  # type: ignore[attr-defined]
     interpreter._patch_lang_tensor = patched
-    interpreter.InterpreterBuilder.create_splat = splat
+    builder = interpreter.InterpreterBuilder
+    builder.create_splat, builder.create_fma = splat, fma
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

@@ -83,6 +83,7 @@ class Tile:
         roots: list[Expr],
         stores: Sequence[Store] = (),
         elements: int | None = None,
+        sums: bool = True,
     ) -> None:
         self.printer = printer
         self.out = printer.out
@@ -90,7 +91,8 @@ class Tile:
         self.known: Known = {}
         self.roots = roots
         everything = ir.with_blocks(roots)
-        preferred, per_thread = _shape(printer.kernel.output is None, block, everything)
+        shape = _shape(printer.kernel.output is None, block, everything)
+        preferred, per_thread = shape
         elements = elements or preferred
         self.block = block or elements
         self.cols = _power_above(self.block)
@@ -126,6 +128,13 @@ class Tile:
             uses.update(e.args)
         self.often = {e for e, count in uses.items() if count > 1}
         """Values with several uses: of several phases too, so they are kept, not made again."""
+        self.busy = shape is SHAPES["random"]
+        """Whether instructions take the time, not memory."""
+        given = printer.kernel.input
+        halves = given is not None and given.storage != "f32"
+        self.each = 8 if self.busy and halves and not sums else 4
+        """Neighbours that one thread has. Of 16 bits it can read eight at once, but where something
+        is summed it takes four, as of 32 bits, so that floats add up in the same order."""
         self.warps = min(32, max(1, self.rows * self.cols // (32 * per_thread)))
 
     @property
@@ -226,6 +235,12 @@ class Tile:
             if e.variance == 2:
                 masks[2] = self.columns(e).name("live")
             return self.printer.loaded(e, args[0], masks.get(e.variance, ""))
+        if self.busy and e.op == "div" and [a.variance for a in e.args] == [2, 0]:
+            times = SHAPES["random"][1] // self.each
+            return f"_div_shared({args[0]}, {args[1]}, {times}, {self.each})"
+        if e.op == "select" and [a.variance for a in e.args] == [0, 2, 0]:
+            if e.args[1].op == "div" and args[1].startswith("_div_shared("):
+                return f"{args[1][:-1]}, {args[0]}, {args[2]})"
         aligned = aligned and not self._is_row(e.args[0])
         if e.op == "add" and e.type == "float":
             for k in (0, 1):
@@ -245,7 +260,7 @@ class Tile:
 
     def _bits(self, e: Expr, rng: str) -> str:
         """Returns random bits for the tile's own elements: four from each Philox."""
-        bits = f"_bits32_row(start, {self.span}, {e.attr}, {rng})"
+        bits = f"_bits32_row(start, {self.span}, {self.each}, {e.attr}, {rng})"
         return f"tl.reshape({bits}, {self.shape})" if self.rows > 1 else bits
 
     def _own(self, array: Array) -> str:
@@ -256,9 +271,8 @@ class Tile:
             return f"({start} + tl.load({sums.before} + t) + tl.cumsum({item}, axis=1))"
         if array.storage not in ir.PACKED:
             if array is self.printer.kernel.input and array.storage != "f32":
-                # A thread takes four elements in a row, as of 32 bits, not eight: so floats add up
-                # in the same order, and nothing has to be handed from thread to thread.
-                place = f"tl.max_contiguous({array.name} + start + offs, [1, 4])"
+                # Triton would take eight in any case, and hand some of them to other threads.
+                place = f"tl.max_contiguous({array.name} + start + offs, [1, {self.each}])"
                 return loaded(array, f"tl.load({place}, mask=live)")
             return loaded(array, f"tl.load({self._place(array)})")
         bits, unit = ir.STORAGE_BITS[array.storage], self.units[array]
@@ -389,7 +403,8 @@ class Tile:
                     self.out(f"{codes} = tl.where({live}, {codes}, 0)")
                 else:
                     self._if_masked(f"{codes} = tl.where(live, {codes}, 0)")
-                units = f"_pack({codes}, {bits}, {unit})" + ".to(tl.uint8)" * (unit == 8)
+                each = min(self.each, unit // bits) if self.busy else 1
+                units = f"_pack({codes}, {bits}, {unit}, {each})" + ".to(tl.uint8)" * (unit == 8)
                 self.out(self._units(array, "tl.store", units))
             else:
                 if array is self.printer.kernel.output:

@@ -74,8 +74,14 @@ def _padded(places: Any, room: Any) -> Any:
 
 
 def _largest(keys: Any, count: Any) -> Any:
-    """The places of the largest keys, in ascending order; of equal ones the first."""
-    falling = -keys if keys.dtype == f32 else ~keys  # the smallest int is its own negative
+    """The places of the largest keys, in ascending order; of equal ones the first.
+
+    Floats are ordered as ints that are made of their bits, so that a NaN has a place too.
+    """
+    if keys.dtype == f32:
+        bits = (keys + f32(0)).view(np.int32)  # zeros of both signs are equal
+        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    falling = ~keys  # the smallest int is its own negative
     return np.sort(np.argsort(falling, kind="stable")[:count])
 
 
