@@ -37,6 +37,7 @@ JOBS = (
     *RANKS,
     "tests/torch/test_attach.py",
     "tests/torch/test_momentum_ranks.py",
+    "tests/torch/test_guard_ranks.py",
     "tests/session/test_checkpoint.py",
     "tests/session/test_numpy_door.py",
     "tests/casync/test_distributed.py",

@@ -122,6 +122,10 @@ class Adapter:
         """Returns the part of `make_momentum` that all ranks know, flat."""
         raise NotImplementedError("this adapter does not exchange momentum")
 
+    def momentum_factor(self, name: str) -> float:
+        """Returns the factor with which the momentum of a step goes into that of the next."""
+        return 0.9
+
     def note_exchanged(self, names: Sequence[str], *, is_momentum: bool) -> None:
         """Takes note of what the optimizer receives for these gradients in this step."""
 

@@ -40,6 +40,11 @@ class Gradient:
         return self.spec.numel
 
     @property
+    def refresh_name(self) -> str:
+        """The name under which the gradient itself is exchanged where otherwise momentum is."""
+        return f"{self.name} (gradient)"
+
+    @property
     def is_compressed(self) -> bool:
         """Whether a codec works on it."""
         return self.choice.codec.name != "none"
@@ -69,7 +74,7 @@ class Group:
     @cached_property
     def refresh_names(self) -> tuple[str, ...]:
         """Names under which the gradients themselves are exchanged, so that both keep buffers."""
-        return tuple(f"{name} (gradient)" for name in self.names)
+        return tuple(gradient.refresh_name for gradient in self.gradients)
 
     @property
     def wants_rate(self) -> bool:

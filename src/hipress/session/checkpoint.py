@@ -8,6 +8,7 @@
     mean        name: the sum of all of it over ranks, for a run with another number of ranks
     owed        name: what every rank adds to its next gradient besides; mostly zero
     owed_momentum   name: the same for what is exchanged in place of the gradient
+    overrides       JSON: gradients whose codec was not accurate enough, and the milder one
 
 Everything is stored by element, nothing by chunk or bucket, because the cutting of gradients may
 change between runs.
@@ -25,10 +26,13 @@ import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.recipe import codes_local
+from hipress.casync.engine.state_store import Key
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.graph import Kind, Verb
 from hipress.codecs.base import WEIGHT, Codec, State
 from hipress.errors import UsageError
+from hipress.session.buckets import MOMENTUM, has_momentum
+from hipress.session.milder import Override, as_text, from_text
 from hipress.session.mode import Mode
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ _log = logging.getLogger("hipress")
 
 VERSION = 1
 OWED_MOMENTUM = "owed_momentum"
+OVERRIDES = "overrides"
 UNSENT = ("residual", "added_residual")
 """State that was not sent yet and must be; other state is an average of the past."""
 
@@ -52,6 +57,22 @@ def unsent(engine: Engine, gradient: Gradient) -> torch.Tensor:
         if key in UNSENT and _is_own(engine, gradient, kind, merged, key):
             total.add_(value, alpha=_factor(engine, gradient, kind, merged))
     return total
+
+
+def own_factor(engine: Engine, gradient: Gradient, key: Key) -> int:
+    """Returns how often what this rank has not sent of a partition counts in `unsent`."""
+    return _factor(engine, gradient, key.kind, key.merged)
+
+
+def own_momentum(engine: Engine, gradient: Gradient) -> torch.Tensor | None:
+    """Returns the average of past gradients that the codec of this rank keeps, if it does."""
+    if not has_momentum(gradient.choice.codec):
+        return None
+    held = engine.states.assemble(gradient.name, gradient.numel, gradient.spec.device)
+    found = [
+        value for (kind, _, key), value in held.items() if kind is Kind.FRAME and key in MOMENTUM
+    ]
+    return found[0] if found else None
 
 
 def give_momentum(engine: Engine, name: str, held: State) -> None:
@@ -87,6 +108,7 @@ def save(session: Session) -> dict[str, Any]:
         OWED_MOMENTUM: {
             name: owed.to("cpu", copy=True) for name, owed in session.owed.momentum.items()
         },
+        OVERRIDES: as_text(session.layout.overrides),
     }
     if not session.is_open:
         return found if session.loaded is None else session.loaded
@@ -156,12 +178,14 @@ def load(session: Session, state: dict[str, Any]) -> None:
     problem: Exception | None = None
     owed: dict[str, torch.Tensor] = {}
     momentum: dict[str, torch.Tensor] = {}
+    overrides: dict[str, Override] = {}
     try:
         _check(state)
         for name, facts in state["gradients"].items() if session.gradients else ():
             _check_fit(session, state, name, facts)
         owed = _owed(session, state, "owed")
         momentum = _owed(session, state, OWED_MOMENTUM)
+        overrides = from_text(state.get(OVERRIDES, "{}"))  # older checkpoints have none
     except UsageError as error:
         problem = error
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -186,6 +210,7 @@ def load(session: Session, state: dict[str, Any]) -> None:
     session.owed.momentum = {}
     for name, one in momentum.items():
         owe_momentum(session, name, one)
+    session.use_overrides(overrides)
     session.loaded = state
     if session.is_open:
         session.engine.states.clear()
@@ -236,12 +261,15 @@ def _share_out(
     """Gives every rank the mean, so that the mean over ranks is what it was."""
     name = gradient.name
     left = mean.get(UNSENT[0])
-    if left is not None and left.any() and is_momentum:
-        owe_momentum(session, name, left)
-    elif left is not None and left.any():
-        before = session.owed.get(name)
-        session.owed[name] = left.clone() if before is None else left + before.to(left.device)
+    if left is not None and left.any():
+        (owe_momentum if is_momentum else owe)(session, name, left)
     give_momentum(engine, name, {key: mean[key] for key in mean if key not in UNSENT})
+
+
+def owe(session: Session, name: str, left: torch.Tensor) -> None:
+    """Keeps what was not sent of a gradient."""
+    before = session.owed.get(name)
+    session.owed[name] = left.clone() if before is None else left + before.to(left.device)
 
 
 def owe_momentum(session: Session, name: str, left: torch.Tensor) -> None:

@@ -10,11 +10,13 @@ import torch
 from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.recipe import chunk_numel
 from hipress.casync.graphs.partitions import Partitioner, Placement
+from hipress.codecs.table import codec as named_codec
 from hipress.plan import Plan
 from hipress.session import selection
 from hipress.session.adapter import GradientSpec
 from hipress.session.buckets import Bucket, Gradient, grouped
-from hipress.session.selection import Rules
+from hipress.session.milder import Override, rung
+from hipress.session.selection import NONE, Choice, Rules
 
 
 class Layout:
@@ -36,6 +38,11 @@ class Layout:
         """Whether plans of `auto` decide instead of the rules alone."""
         self.plan: Plan | None = None
         """The plan of `auto` that gradients are laid out for."""
+        self.overrides: dict[str, Override] = {}
+        """Gradients whose codec was not accurate enough."""
+        self.version = 0
+        """Grows with every change of a gradient's codec."""
+        self._placed: dict[str, tuple[Placement, ...]] = {}
         self._engine: Engine | None = None
         self._bucket_numel = 0
         self._partitioner: Partitioner | None = None
@@ -62,9 +69,20 @@ class Layout:
         """Lays all gradients out anew; no codec may hold state."""
         self.plan = plan
         self._partitioner = self._new_partitioner()
+        self._placed.clear()
         self._buckets.clear()
         for gradient in list(self.gradients.values()):
             self._place(gradient.spec)
+
+    def override(self, name: str, made: Override | None) -> Gradient:
+        """Gives a gradient a milder codec, or with None what was chosen for it; no codec of it may
+        hold state.
+        """
+        self.overrides.pop(name, None)
+        if made is not None:
+            self.overrides[name] = made
+        self._buckets.clear()
+        return self._place(self.gradients[name].spec)
 
     def regroup(self, rate_groups: Mapping[str, int]) -> None:
         """Follows the optimizer where a gradient has moved to another group of learning rates."""
@@ -115,21 +133,49 @@ class Layout:
             on_gpu=self._engine.device.type == "cuda",
         )
 
+    def under(self, name: str, made: Override | None) -> Gradient:
+        """Returns what `override` would, and changes nothing."""
+        return self._decided(self.gradients[name].spec, made)
+
     def _place(self, spec: GradientSpec) -> Gradient:
+        gradient = self._decided(spec, self.overrides.get(spec.name))
+        self.gradients[spec.name] = gradient
+        self.version += 1
+        return gradient
+
+    def _decided(self, spec: GradientSpec, made: Override | None) -> Gradient:
         assert self._partitioner is not None and self._engine is not None
         if self.is_auto:
             choice = self.rules.choice_under(self.plan, spec)
         else:
             choice = self.rules.choice(spec)
+        if made is not None:
+            choice = _overridden(choice, made)
         sends_momentum = not choice.codec.keeps_sizes and self._offers_momentum(spec.name)
         if sends_momentum:
             choice = replace(choice, codec=choice.codec.for_momentum())
+        if made is not None and made.flushes:
+            choice, sends_momentum = replace(choice, codec=NONE, reason=made.reason), True
         placements: tuple[Placement, ...] = ()
         if choice.codec.name != "none":
-            most = chunk_numel(choice.codec, spec.device, self._engine.options)
-            placements = self._partitioner.place(spec.numel, most, choice.partitions)
-        gradient = Gradient(
+            # A milder codec keeps the place of the one before it, also in a run that is resumed.
+            if spec.name not in self._placed:
+                most = chunk_numel(choice.codec, spec.device, self._engine.options)
+                self._placed[spec.name] = self._partitioner.place(
+                    spec.numel, most, choice.partitions
+                )
+            placements = self._placed[spec.name]
+        return Gradient(
             spec=spec, choice=choice, placements=placements, sends_momentum=sends_momentum
         )
-        self.gradients[spec.name] = gradient
-        return gradient
+
+
+def _overridden(choice: Choice, made: Override) -> Choice:
+    """Returns the choice with the milder codec, unless it is as mild already."""
+    if not made.codec or choice.codec.name == "none":
+        return choice
+    codec = named_codec(made.codec)
+    if rung(choice.codec) >= rung(codec):
+        return choice
+    reason = f"{made.before} was not accurate enough: {made.reason}"
+    return replace(choice, codec=codec, reason=reason if codec.name == "none" else "")

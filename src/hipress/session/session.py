@@ -34,7 +34,9 @@ from hipress.session.adapter import Adapter, GradientSpec
 from hipress.session.auto import Auto, note_step_end
 from hipress.session.buckets import Bucket, Gradient, Group, has_momentum
 from hipress.session.groups import as_tensor, engine_of
+from hipress.session.guard import Guard
 from hipress.session.layout import Layout
+from hipress.session.milder import Override
 from hipress.session.mode import Mode, StepMode
 from hipress.session.owed import Owed
 from hipress.session.plain import PlainSum
@@ -66,12 +68,16 @@ class Settings:
     log_every: int = 0
     writer: Any = None
     seed: int = 0
+    guard: bool | None = None
+    """Whether the accuracy of codecs is watched; None: with `auto`."""
 
     def __post_init__(self) -> None:
         for name in ("warmup_steps", "check_every", "log_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise UsageError(f"{name} is {value!r}; give a number of steps, 0 for none.")
+        if self.guard not in (True, False, None):
+            raise UsageError(f"guard is {self.guard!r}; give True, False, or None for the default.")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise UsageError(f"seed is {self.seed!r}; give a whole number from 0 to 2^31 - 1.")
         if self.writer is not None and not hasattr(self.writer, "add_scalar"):
@@ -126,6 +132,8 @@ class Session:
         """A loaded checkpoint, until the step after it is done."""
         self.plain = PlainSum(group)
         self.auto: Auto | None = None
+        self.guard = Guard() if settings.guard else None
+        """Watches the accuracy of codecs."""
         self._writer = settings.writer
         """None if there is none, or it has failed."""
         if settings.warmup_steps and enabled:
@@ -393,7 +401,24 @@ class Session:
         """Lets `auto` decide from step to step, starting with uncompressed steps."""
         self.auto = Auto(planner)
         self.layout.is_auto = True
+        if self.settings.guard is None:
+            self.guard = Guard()
         self.mode = StepMode(Mode.PLAIN)
+
+    def use_overrides(self, overrides: Mapping[str, Override]) -> None:
+        """Gives gradients the milder codecs of a checkpoint, unless there is no guard."""
+        if self.guard is None:
+            return
+        self.guard.restart()
+        layout = self.layout
+        for name in {**layout.overrides, **overrides}:
+            made = overrides.get(name)
+            if name not in self.gradients:
+                if made is not None and not self.gradients:  # a bare hook registers them later
+                    layout.overrides[name] = made
+            elif made != layout.overrides.get(name):
+                self.engine.forget((name, self.gradients[name].refresh_name))
+                layout.override(name, made)
 
     def announce(self) -> None:
         """Logs on rank 0 what is compressed, with warnings about the optimizer; starts `auto`."""
@@ -446,6 +471,7 @@ class Session:
             "epoch of the plan": None if plan is None else plan.epoch,
             "warmup_steps": self.settings.warmup_steps,
             "check_every": self.settings.check_every,
+            "guard": self.guard is not None,
             **(self.adapter.momentum_facts() if self.layout.senders or self.auto else {}),
             **self.adapter.facts(),
         }
@@ -478,6 +504,8 @@ class Session:
         self._forget_momentum()
         self.owed.forget_sent()
         self._advance_mode()
+        if self.guard is not None:
+            self.guard.begin(self)
         self._check_gradients()
         every = self.settings.check_every
         if every and self.step % every == 0:
@@ -515,6 +543,8 @@ class Session:
                 return self.plain.average(buffer, self._on_lost_sum)
             except RuntimeError as error:
                 raise self.engine.explain(error) from error
+        if self.guard is not None and self.guard.is_active:
+            self.guard.take(self, bucket, buffer, momenta, later)
         handles = [
             self._start_group(group, buffer, is_momentum)
             for group, is_momentum in zip(bucket.groups, momenta, strict=True)
@@ -588,7 +618,11 @@ class Session:
             raise self._failure
         if accumulating := self._with_momentum or self.layout.senders:
             self.adapter.note_means(accumulating)
-        self.owed.keep_dropped(self.adapter, self.scale, only_compressed=self.auto is None)
+        # What `auto` or the guard has left uncompressed may contain what was owed.
+        only_compressed = self.auto is None and not self.layout.overrides
+        self.owed.keep_dropped(self.adapter, self.scale, only_compressed=only_compressed)
+        if self.guard is not None:
+            self.guard.end(self)
         # What was sent for a parameter that no rank used is owed, and flushed again.
         if self.mode.current is Mode.FLUSHING and not (self.mode.is_leaving and len(self.owed)):
             if self.mode.is_leaving:
@@ -698,6 +732,8 @@ class Session:
             self.engine.wait_idle()
             self.engine.states.scale(ratio)
             self.owed.scale(ratio)
+            if self.guard is not None:
+                self.guard.scale(ratio)
         self.scale = scale
 
     def _follow_rates(self) -> None:

@@ -35,7 +35,8 @@ from hipress.casync.graphs.graph import Kind, Verb
 from hipress.codecs.base import RANDOM_KEYS, WEIGHT, State
 from hipress.errors import HipressError, UsageError
 from hipress.session import checkpoint
-from hipress.session.checkpoint import OWED_MOMENTUM
+from hipress.session.checkpoint import OVERRIDES, OWED_MOMENTUM
+from hipress.session.milder import as_text, from_text
 from hipress.session.mode import Mode
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ def _facts(session: Session) -> dict[str, Any]:
         },
         "owed": {name: owed.numel() for name, owed in session.owed.items()},
         OWED_MOMENTUM: {name: owed.numel() for name, owed in session.owed.momentum.items()},
+        OVERRIDES: as_text(session.layout.overrides),
     }
 
 
@@ -300,6 +302,7 @@ def load(session: Session, folder: Path, entry: str) -> None:
     session.owed.momentum = {}
     for name, left in loaded.owed_momentum.items():
         checkpoint.owe_momentum(session, name, left)
+    session.use_overrides(from_text(facts.get(OVERRIDES, "{}")))
     engine.states.clear()
     for key, state in loaded.parts.items():
         engine.states.restore(key, state)
@@ -355,6 +358,7 @@ def _read(session: Session, reader: _Reader) -> _Loaded:
             f"{VERSION}; update hipress."
         )
     loaded = _Loaded(facts)
+    overrides = from_text(facts.get(OVERRIDES, "{}")) if session.guard is not None else {}
     by_name: dict[str, list[Shard]] = {}
     for key in reader.keys:
         if key.startswith("rank"):
@@ -368,7 +372,7 @@ def _read(session: Session, reader: _Reader) -> _Loaded:
     for name, described in facts["gradients"].items():
         if not checkpoint.is_trained(session, name, described["numel"]):
             continue
-        gradient = session.gradients[name]
+        gradient = session.layout.under(name, overrides.get(name))
         parts = by_name.get(name, [])
         if _is_same(session, gradient, facts, described):
             loaded.parts |= _read_own(session.engine, parts, reader)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hipress.session.auto import AutoStats
+    from hipress.session.guard import GuardStats
     from hipress.session.session import Session
 
 _log = logging.getLogger("hipress")
@@ -39,6 +40,8 @@ class Stats:
     """Gradients that are not compressed, and why."""
     auto: AutoStats | None = None
     """The present decision of `auto`; None if a codec or plan was given."""
+    guard: GuardStats | None = None
+    """What the accuracy guard has measured and changed; None without one."""
 
 
 def collect(session: Session) -> Stats:
@@ -72,6 +75,7 @@ def collect(session: Session) -> Stats:
         buffer_bytes=buffers,
         skipped=skipped,
         auto=None if session.auto is None else session.auto.stats(),
+        guard=None if session.guard is None else session.guard.stats(session),
     )
 
 

@@ -46,6 +46,7 @@ def attach(
     seed: int = 0,
     codecs: Iterable[str] | None = None,
     budget: float | str | None = None,
+    guard: bool | None = None,
 ) -> Sync:
     """Compresses the gradients that a DDP model exchanges, while backward goes on.
 
@@ -78,6 +79,8 @@ def attach(
             `hipress.torch`.
         budget: For auto: `careful`, `table` (all codecs that passed our convergence table), or the
             share of a gradient's norm by which one message may be wrong.
+        guard: Whether the accuracy guard measures codecs on the job's own gradients, and gives
+            layers for which one is not accurate enough a milder one; None: with auto.
 
     Returns:
         The session: `stats`, `state_dict`, `timeline`, `detach`.
@@ -120,6 +123,7 @@ def attach(
         log_every=log_every,
         writer=writer,
         seed=seed,
+        guard=guard,
     )
     adapter.use_model(ddp)
     named = [
@@ -155,6 +159,7 @@ def comm_hook(
     log_every: int = 0,
     writer: Any = None,
     seed: int = 0,
+    guard: bool | None = None,
 ) -> tuple[Sync, Any]:
     """Returns a (state, hook) pair for `register_comm_hook`, and for frameworks that call it.
 
@@ -174,6 +179,7 @@ def comm_hook(
         log_every: As for `attach`.
         writer: As for `attach`.
         seed: As for `attach`.
+        guard: As for `attach`.
 
     Example:
         >>> import hipress.torch
@@ -196,6 +202,7 @@ def comm_hook(
         log_every=log_every,
         writer=writer,
         seed=seed,
+        guard=guard,
     )
     show_log(settings)
     return Session(decision.rules, settings, DDPAdapter(optimizer, scaler), process_group), hook

@@ -283,6 +283,12 @@ class DDPAdapter(Adapter):
         assert self._exchange is not None
         return self._exchange.known_part(self._parameters[name], scale)
 
+    def momentum_factor(self, name: str) -> float:
+        """Asks the optimizer, if it can tell."""
+        ask: Callable[[torch.Tensor], float] | None
+        ask = getattr(self._exchange, "momentum_factor", None)
+        return super().momentum_factor(name) if ask is None else ask(self._parameters[name])
+
     def note_exchanged(self, names: Sequence[str], *, is_momentum: bool) -> None:
         """Tells the optimizer what `.grad` will hold."""
         assert self._exchange is not None

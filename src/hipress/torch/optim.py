@@ -46,7 +46,9 @@ class MomentumExchange(Protocol):
     """What a session asks of an optimizer that wants something else than gradients exchanged.
 
     An optimizer that has these methods, and is given to `attach`, is asked in every step for each
-    group of compressed parameters that travel together. All ranks must get the same answers.
+    group of compressed parameters that travel together. All ranks must get the same answers. It may
+    also have `momentum_factor(parameter)`, the factor of the last momentum in what `make_outgoing`
+    makes, for the accuracy guard; 0.9 is assumed otherwise.
     """
 
     def exchange_facts(self) -> dict[str, Any]:
@@ -190,6 +192,10 @@ class _AdamExchange:
         known = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
         self.make_outgoing(parameter, known, loss_scale)
         return known
+
+    def momentum_factor(self, parameter: torch.Tensor) -> float:
+        """Returns b1."""
+        return float(self._group_of(parameter)["betas"][0])
 
     def note_incoming(self, parameters: Iterable[torch.Tensor], *, is_momentum: bool) -> None:
         """Takes note of what `.grad` of these parameters holds when `step` is called next."""

@@ -135,6 +135,10 @@ class TrainConfig:
     include: Annotated[list[str] | None, _exchange(help="Parameters compressed though small.")] = (
         None
     )
+    guard: Annotated[
+        bool | None,
+        _exchange("--guard/--no-guard", help="Leave inaccurate codecs; with auto if not given."),
+    ] = None
     plain_steps: Annotated[int, _exchange(min=0, help="First steps without compression.")] = 0
     epochs: Annotated[float | None, _length(help="How long; 1 if neither is given.")] = None
     steps: Annotated[int | None, _length(min=1, help="How long, in steps.")] = None
@@ -296,6 +300,7 @@ class TrainConfig:
             "--min-size": self.min_size is not None,
             "--exclude": bool(self.exclude),
             "--include": bool(self.include),
+            "--guard": self.guard is True,
         }
         return [option for option, is_given in given.items() if is_given]
 

@@ -187,6 +187,7 @@ class Job:
             enabled=enabled,
             check_every=config.check_every,
             seed=config.seed,
+            guard=config.guard,
         )
 
     def facts(self) -> Facts:

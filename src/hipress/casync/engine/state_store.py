@@ -75,6 +75,10 @@ class StateStore:
         """Returns all that `preload` was given for a role of a gradient, until it is dropped."""
         return self._preloaded.get((gradient, kind, merged), {})
 
+    def has_preloaded(self, gradient: str) -> bool:
+        """Returns whether a gradient still has to take over what was preloaded."""
+        return any(name == gradient for name, _, _ in self._preloaded)
+
     def restore(self, key: Key, state: State) -> None:
         """Sets the memory of one partition, which a later exchange takes over."""
         mine = self._held.setdefault(key.name, {}).setdefault(key, {})
