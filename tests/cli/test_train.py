@@ -146,7 +146,7 @@ def test_a_model_of_the_users_own_that_fails_is_told_with_what_it_was_given(caps
 def test_adam_has_its_momentum_exchanged(caplog):
     """Catches: torch's Adam, with which such a codec learns little."""
     assert run("--steps", "2", "--optimizer", "adam", "--codec", "dgc(ratio=0.01)") == 0
-    assert caplog.text == ""
+    assert "WARNING" not in caplog.text
 
 
 def test_momentum_is_not_applied_twice(caplog):

@@ -490,7 +490,7 @@ def test_torchs_adam_with_signs_is_warned_of(alone, caplog):
     attached("onebit")
     ddp = DDP(module())
     hipress.attach(ddp, "int8", optimizer=torch.optim.AdamW(ddp.parameters()))
-    assert caplog.text == ""
+    assert "WARNING" not in caplog.text
 
 
 # --- any optimizer --------------------------------------------------------------------------------
