@@ -21,6 +21,7 @@ def told(request, tmp_path_factory):
         [
             {"id": "agree", "do": "agree", "ranks": 4, "cases": cases},
             {"id": "first", "do": "first_half", "ranks": 3, "folder": folder},
+            {"id": "detached", "do": "detached", "ranks": 2},
         ],
         [
             {"id": f"second {shards}", "do": "second_half", "ranks": 2, "folder": folder,
@@ -62,3 +63,8 @@ def test_fewer_ranks_go_on_with_the_unsent_momentum(told, shards):
         assert max(rank["changes"]) < 1e-6
         check(rank["gaps"])
         assert rank["owed"] == 0
+
+
+def test_ranks_without_state_flush_momentum_too(told):
+    """Catches: ranks that disagree on what a flush sends; only one of a host holds state."""
+    assert len(set(told.results("detached", range(2)))) == 1

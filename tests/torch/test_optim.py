@@ -15,6 +15,7 @@ import hipress.torch
 from hipress.errors import UsageError
 from hipress.session.session import REFRESH
 from hipress.torch import optim
+from hipress.torch.optim import flat
 
 EXACT = "topk(ratio=1.0, exact=true)"
 """Sends everything, but does not promise to keep sizes: momentum is exchanged, and nothing lost."""
@@ -458,6 +459,143 @@ def test_copies_keep_the_schedule():
     optimizer = hipress.torch.AdamW(module().parameters(), refresh_every=7)
     for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert (made.refresh_warmup, made.refresh_every) == (100, 7)
+
+
+# --- what goes wrong around it -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [2, 6], ids=["refresh", "ordinary"])
+def test_what_is_not_finite_shows(alone, number):
+    """Catches: a NaN that freezes a layer, whose loss stays finite."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(number))
+    optimizer.zero_grad()
+    (loss_of(ddp, number) * math.nan).backward()
+    optimizer.step()
+    assert not any(p.isfinite().any() for p in ddp.parameters())
+
+
+def test_momentum_in_another_memory_format_is_read_right(alone):
+    """Catches: elements of a loaded momentum that are taken in the order of their memory."""
+    torch.manual_seed(0)
+    ddp = DDP(nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last))
+    optimizer = hipress.torch.AdamW(ddp.parameters(), **SCHEDULE)
+    weight = ddp.module.weight
+    given = torch.randn_like(weight).contiguous()
+    optimizer.state[weight] = {"step": torch.tensor(4.0), "exp_avg": given.clone()}
+    optimizer.state[weight]["exp_avg_sq"] = torch.ones_like(given)
+    assert given.stride() != weight.stride()
+    sent = torch.zeros(weight.numel())
+    optimizer.make_outgoing(weight, sent, 1.0)
+    want = torch.empty_like(weight).copy_(0.9 * given)
+    torch.testing.assert_close(sent, flat(want))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_layer_that_no_rank_uses_keeps_its_momentum(alone, to_none):
+    """Catches: zeros that DDP left in `.grad`, taken for the new momentum."""
+    ddp = DDP(module(), find_unused_parameters=True)
+    optimizer = hipress.torch.AdamW(ddp.parameters(), lr=0.01, **SCHEDULE)
+    hipress.attach(ddp, EXACT, optimizer=optimizer)
+    train(ddp, optimizer, range(6))
+    moment = optimizer.state[ddp.module[2].weight]["exp_avg"]
+    before = moment.clone()
+    ddp.module.forward = lambda x: ddp.module[1](ddp.module[0](x))
+    optimizer.zero_grad(set_to_none=to_none)
+    loss = ddp(torch.randn(8, 64)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    share = float(moment.norm() / before.norm())
+    # Torch takes a gradient of zero for one, and skips a parameter without any.
+    assert share == pytest.approx(1.0 if to_none else 0.9, rel=1e-3)
+
+
+def test_unsent_momentum_of_a_checkpoint_is_flushed_as_momentum(alone):
+    """Catches: a residual of momentum that a flush adds to a gradient."""
+    ddp, optimizer, sync = attached("onebit")
+    train(ddp, optimizer, range(6))
+    saved = copy.deepcopy([ddp.module.state_dict(), optimizer.state_dict(), sync.state_dict()])
+    again, second, other = attached("onebit")
+    for one, state in zip((again.module, second, other), saved, strict=True):
+        one.load_state_dict(state)
+    for one in (sync, other):
+        one.detach()
+    train(ddp, optimizer, [6])
+    train(again, second, [6])
+    assert same(ddp, again)
+    torch.testing.assert_close(
+        second.state[again.module[0].weight]["exp_avg"],
+        optimizer.state[ddp.module[0].weight]["exp_avg"],
+    )
+
+
+def test_a_bare_hook_asks_the_optimizer_too(alone):
+    """Catches: options that cannot work, and a fused step that ignores the scaler."""
+    ddp = DDP(module())
+    optimizer = hipress.torch.AdamW(ddp.parameters(), fused=True)
+    ddp.register_comm_hook(*hipress.torch.comm_hook("onebit", optimizer=optimizer))
+    loss_of(ddp, 0).backward()
+    assert not optimizer._step_supports_amp_scaling
+    ddp = DDP(module())
+    optimizer = hipress.torch.AdamW(ddp.parameters(), amsgrad=True)
+    ddp.register_comm_hook(*hipress.torch.comm_hook("onebit", optimizer=optimizer))
+    with pytest.raises(UsageError, match="amsgrad=True"):
+        loss_of(ddp, 0).backward()
+
+
+def test_the_second_moment_after_steps_of_torch(alone):
+    """Catches: weights of a second moment that torch has updated since."""
+    ddp, ours, _ = attached("onebit")
+    train(ddp, ours, range(8))
+    model = copy.deepcopy(ddp.module)
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    theirs.load_state_dict(ours.state_dict())
+    train(model, theirs, range(8, 30))
+    again = hipress.torch.AdamW(model.parameters(), lr=1e-4, **SCHEDULE)
+    again.load_state_dict(theirs.state_dict())
+    count = again._count(model[0].weight)
+    assert (count.step, count.sq_step, count.is_behind) == (30, 30, True)
+    assert count.sq_weight == pytest.approx(1 - 0.999**30)
+
+
+def test_a_new_exchange_forgets_the_last_one(alone):
+    """Catches: a gradient that is taken for momentum, since another exchange was broken off."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(6))
+    optimizer.zero_grad()
+    loss_of(ddp, 6).backward()
+    assert optimizer._holds_momentum
+    optimizer.zero_grad()
+    assert not optimizer._holds_momentum
+
+
+def test_autograd_notices_the_update(alone):
+    """Catches: a step between a forward and its backward that nobody notices."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(6))
+    before = ddp.module[0].weight._version
+    train(ddp, optimizer, [6])
+    assert ddp.module[0].weight._version > before
+
+
+def test_a_cleared_state_begins_anew(alone):
+    """Catches: counts of steps whose moments are gone."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(6))
+    optimizer.state.clear()
+    train(ddp, optimizer, range(6, 9))
+    assert optimizer._counts[ddp.module[0].weight].step == 3
+
+
+def test_momentum_that_nobody_can_send_is_said_to_be_dropped(alone, caplog):
+    """Catches: momentum that stays owed for ever, after a resume with another codec."""
+    ddp, optimizer, sync = attached("onebit")
+    train(ddp, optimizer, range(6))
+    state = sync.state_dict()
+    held, _, other = attached("int8")  # the model keeps the engine open
+    other.load_state_dict(state)
+    assert "the unsent momentum of '0.weight' is dropped" in caplog.text
+    assert held is not None and not other.owed.momentum
 
 
 # --- what is refused, and what is said ------------------------------------------------------------

@@ -209,7 +209,7 @@ def load(session: Session, state: dict[str, Any]) -> None:
     session.owed.update(owed)
     session.owed.momentum = {}
     for name, one in momentum.items():
-        owe_momentum(session, name, one)
+        owe_loaded_momentum(session, name, one)
     session.use_overrides(overrides)
     session.loaded = state
     if session.is_open:
@@ -262,7 +262,7 @@ def _share_out(
     name = gradient.name
     left = mean.get(UNSENT[0])
     if left is not None and left.any():
-        (owe_momentum if is_momentum else owe)(session, name, left)
+        (owe_loaded_momentum if is_momentum else owe)(session, name, left)
     give_momentum(engine, name, {key: mean[key] for key in mean if key not in UNSENT})
 
 
@@ -272,15 +272,22 @@ def owe(session: Session, name: str, left: torch.Tensor) -> None:
     session.owed[name] = left.clone() if before is None else left + before.to(left.device)
 
 
-def owe_momentum(session: Session, name: str, left: torch.Tensor) -> None:
-    """Keeps momentum that was not sent; warns if nothing exchanges momentum any more."""
-    if not session.adapter.offers_momentum(name):
+def owe_loaded_momentum(session: Session, name: str, left: torch.Tensor) -> None:
+    """Keeps unsent momentum of a checkpoint; warns if nothing exchanges momentum any more."""
+    known = session.gradients.get(name)
+    may_send = session.auto is not None or known is None or known.sends_momentum
+    if not (session.adapter.offers_momentum(name) and may_send):
         _log.warning(
-            "the unsent momentum of %r is dropped: this optimizer has gradients exchanged; give "
-            "attach the optimizer that the checkpoint was made with, e.g. hipress.torch.AdamW.",
-            name,
-        )
+            "the unsent momentum of %r is dropped: this run exchanges gradients; give attach the "
+            "optimizer and the codec that the checkpoint was made with, e.g. hipress.torch.AdamW "
+            "and onebit.", name,
+        )  # fmt: skip
         return
+    owe_momentum(session, name, left)
+
+
+def owe_momentum(session: Session, name: str, left: torch.Tensor) -> None:
+    """Keeps momentum that was not sent; the same on all ranks."""
     before = session.owed.momentum.get(name)
     session.owed.momentum[name] = left.clone() if before is None else left + before.to(left.device)
 

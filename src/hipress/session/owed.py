@@ -107,6 +107,8 @@ class Owed(dict[str, torch.Tensor]):
                     mean = sent.buffer[start:stop]
                     if adapter.was_dropped(name, mean):
                         dropped.append((name, mean, is_momentum))
+                        if is_momentum:  # what is in `.grad` is none
+                            adapter.note_exchanged([name], is_momentum=False)
         self._sent.clear()
         if not dropped:
             return

@@ -148,6 +148,8 @@ class Session:
         """Gradients whose codec applies momentum."""
         self._exchanged_momentum: list[str] = []
         """Gradients in whose place momentum is exchanged in this step."""
+        self._with_unsent_momentum: set[str] = set()
+        """Gradients whose codecs may hold momentum on some rank; the same on all ranks."""
         self._failure: BaseException | None = None
         self._flats: dict[tuple[str, ...], torch.Tensor] = {}
         """Buffers of `average`."""
@@ -284,6 +286,7 @@ class Session:
         return shards.shards(self)
 
     def _restart(self) -> None:
+        self._with_unsent_momentum.update(self.layout.senders)
         if self.auto is None and not self.mode.is_leaving:
             self.mode.restart(warm=self.step >= self.settings.warmup_steps)
 
@@ -392,10 +395,13 @@ class Session:
 
     def register(self, specs: Iterable[GradientSpec]) -> None:
         """Decides for gradients, given in the order in which backward computes them."""
-        for gradient in self.layout.register(specs, self.engine, self.adapter.bucket_numel):
+        added = self.layout.register(specs, self.engine, self.adapter.bucket_numel)
+        for gradient in added:
             checkpoint.restore(self, gradient)
             if has_momentum(gradient.choice.codec):
                 self._with_momentum.append(gradient.name)
+        if any(gradient.sends_momentum for gradient in added):
+            self.engine.agree("the exchange of momentum", self.adapter.momentum_facts())
 
     def use_auto(self, planner: Planner) -> None:
         """Lets `auto` decide from step to step, starting with uncompressed steps."""
@@ -561,6 +567,10 @@ class Session:
         for group in bucket.groups:
             found.append(is_momentum := self._is_momentum_due(group))
             if is_momentum:
+                if self.mode.current is Mode.FLUSHING:
+                    self._with_unsent_momentum.difference_update(group.names)
+                else:
+                    self._with_unsent_momentum.update(group.names)
                 self._exchanged_momentum += group.names
                 self.adapter.note_exchanged(group.names, is_momentum=True)
                 for name, (start, stop) in zip(group.names, group.spans, strict=True):
@@ -577,9 +587,10 @@ class Session:
         if not group.sends_momentum:
             return False
         if self.mode.current is Mode.FLUSHING:
-            # What codecs hold is momentum; without it nothing has been exchanged but gradients.
-            held = any(self.engine.states.partitions_of(name) for name in group.names)
-            return held or any(name in self.owed.momentum for name in group.names)
+            # What codecs hold is momentum; without it nothing has been exchanged but gradients. The
+            # state of this rank does not tell: with `hierarchical` it may hold nothing.
+            unsent = self._with_unsent_momentum.union(self.owed.momentum)
+            return not unsent.isdisjoint(group.names)
         return self.mode.current.compresses and not self.adapter.wants_gradients(group.names)
 
     def _start_group(self, group: Group, buffer: torch.Tensor, is_momentum: bool) -> Handle:

@@ -301,7 +301,7 @@ def load(session: Session, folder: Path, entry: str) -> None:
     session.owed.update(loaded.owed)
     session.owed.momentum = {}
     for name, left in loaded.owed_momentum.items():
-        checkpoint.owe_momentum(session, name, left)
+        checkpoint.owe_loaded_momentum(session, name, left)
     session.use_overrides(from_text(facts.get(OVERRIDES, "{}")))
     engine.states.clear()
     for key, state in loaded.parts.items():

@@ -19,7 +19,15 @@ import torch
 PIECE = 1 << 18
 """Elements that a thread updates at a time."""
 
-_compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+def _compiled(function: Callable[..., None]) -> Any:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(function, cache=True, **options)
+    except RuntimeError:  # no folder for the cache can be written
+        return numba.njit(function, **options)
+
+
 f32 = np.float32
 
 
@@ -27,12 +35,17 @@ f32 = np.float32
 def from_momentum(
     p: Any, m: Any, v: Any, g: Any, keep: Any, rate: Any, root: Any, eps: Any
 ) -> None:
-    """Takes `g` as the first moment; an element without a second moment only decays."""
+    """Takes `g` as the first moment; an element without a second moment only decays.
+
+    What is not finite shows in the parameter, as with torch's operators.
+    """
     for i in range(len(p)):
-        m[i] = g[i]
+        x = g[i]
+        m[i] = x
         size = np.sqrt(v[i])
-        moved = rate * g[i] / (size * root + eps)
-        p[i] = p[i] * keep - (moved if size > f32(0.0) else f32(0.0))
+        moved = rate * x / (size * root + eps)
+        stays = size == f32(0.0) and x - x == f32(0.0)
+        p[i] = p[i] * keep - (f32(0.0) if stays else moved)
 
 
 @_compiled
@@ -47,13 +60,15 @@ def from_gradient(
         v[i] = old * v[i] + new * x * x
         size = np.sqrt(v[i])
         moved = rate * m[i] / (size * root + eps)
-        p[i] = p[i] * keep - (moved if size > f32(0.0) else f32(0.0))
+        stays = size == f32(0.0) and m[i] - m[i] == f32(0.0)
+        p[i] = p[i] * keep - (f32(0.0) if stays else moved)
 
 
 def run(kernel: Callable[..., None], tensors: list[torch.Tensor], numbers: list[float]) -> None:
     """Calls a kernel on flat float32 tensors, on as many threads as torch uses."""
     arrays = [tensor.numpy() for tensor in tensors]
     scalars = [f32(number) for number in numbers]
+    torch.autograd.graph.increment_version(tensors[:3])  # written behind torch's back
     numel, num_threads = len(arrays[0]), torch.get_num_threads()
     if num_threads == 1 or numel <= PIECE:
         kernel(*arrays, *scalars)

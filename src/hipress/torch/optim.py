@@ -132,12 +132,9 @@ class _AdamExchange:
 
     def exchange_facts(self) -> dict[str, Any]:
         """Returns what must be the same on all ranks, or refuses options that cannot work."""
-        for option in ("amsgrad", "capturable", "differentiable"):
-            if any(group[option] for group in self.param_groups):
-                raise UsageError(
-                    f"{type(self).__name__} has {option}=True, with which momentum cannot be "
-                    "exchanged: leave it out, or choose codec='int8', which sends gradients."
-                )
+        for group in self.param_groups:
+            self._check_options(group)
+        self._holds_momentum.clear()  # of an earlier exchange
         # A GradScaler then divides gradients by itself and skips the whole step if one is not
         # finite, as it does with optimizers that are not fused.
         self._step_supports_amp_scaling = False
@@ -146,6 +143,14 @@ class _AdamExchange:
             "refresh_warmup": self.refresh_warmup,
             "refresh_every": self.refresh_every,
         }
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        for option in ("amsgrad", "capturable", "differentiable"):
+            if group[option]:
+                raise UsageError(
+                    f"{type(self).__name__} has {option}=True, with which momentum cannot be "
+                    "exchanged: leave it out, or choose codec='int8', which sends gradients."
+                )
 
     def num_refreshes_left(self) -> int:
         """Returns how many of the first refreshes are left."""
@@ -179,6 +184,9 @@ class _AdamExchange:
         if decay:
             gradient.add_(flat(parameter), alpha=decay * loss_scale)
         state = self.state.get(parameter)
+        if state and state["exp_avg"].stride() != parameter.stride():
+            # Loaded, or made before the parameter changed its memory format.
+            state["exp_avg"] = torch.empty_like(parameter).copy_(state["exp_avg"])
         if not state:
             gradient.mul_(1 - beta1)
         elif loss_scale == 1.0:
@@ -213,6 +221,8 @@ class _AdamExchange:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for parameter in [p for p in self._counts if not self.state.get(p)]:
+            del self._counts[parameter]  # its state was cleared
         own = self._own_parameters()
         if not own:
             _torch_step(self)
@@ -245,24 +255,31 @@ class _AdamExchange:
         """Updates parameters of one group: from momentum, or with a late second moment."""
         if not parameters:
             return
+        self._check_options(group)
         for parameter in parameters:
             if not self.state[parameter]:
                 lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
                 self._init_group({**group, "params": [parameter]}, *lists)  # type: ignore[attr-defined]
                 self._counts[parameter] = _Counts(0, 0, 0, 0.0)
+        counts = [self._count(parameter) for parameter in parameters]  # from torch's, if not known
         torch._foreach_add_([self.state[p]["step"] for p in parameters], 1)
         updates = []
-        for parameter in parameters:
-            state, count = self.state[parameter], self._count(parameter)
+        for parameter, count in zip(parameters, counts, strict=True):
+            state = self.state[parameter]
             count.step += 1
             update = _Update.of(group, parameter, state, count, parameter in self._holds_momentum)
             updates.append(update)
             state["sq_updates"], state["sq_step"] = count.sq_updates, count.sq_step
-            state["sq_weight"] = count.sq_weight
+            state["sq_weight"], state["sq_at"] = count.sq_weight, count.step
         in_one_pass = [update for update in updates if update.fits_kernel]
         for update in in_one_pass:
             update.run()
         _update_all(group, [update for update in updates if not update.fits_kernel])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, and what is known of them."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        self._holds_momentum.clear()
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -286,13 +303,13 @@ class _AdamExchange:
         if found is None:
             state = self.state[parameter]
             step = int(state["step"])  # once: for a fused optimizer the host waits for a GPU
-            beta2 = float(self._group_of(parameter)["betas"][1])
-            found = self._counts[parameter] = _Counts(
-                step,
-                int(state.get("sq_updates", step)),
-                int(state.get("sq_step", step)),
-                float(state.get("sq_weight", 1 - beta2**step)),
-            )
+            since = step - int(state.get("sq_at", step))  # steps that torch has made
+            found = _Counts(step, int(state.get("sq_updates", step)) + since, step, 0.0)
+            if since == 0 and "sq_step" in state:
+                found.sq_step, found.sq_weight = int(state["sq_step"]), float(state["sq_weight"])
+            else:
+                found.sq_weight = 1 - float(self._group_of(parameter)["betas"][1]) ** step
+            self._counts[parameter] = found
         return found
 
     def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:

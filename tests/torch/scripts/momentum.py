@@ -41,11 +41,11 @@ def unsent(sync, name):
     return left(state, name).double() + state["owed_momentum"].get(name, 0.0)
 
 
-def step_gaps(module, ddp, optimizer, sync, rank, step):
+def step_gaps(module, ddp, optimizer, sync, rank, step, *, keeps_unsent=False):
     """Takes a step; by gradient the largest part of what went in that did not come out.
 
     What goes in is what ranks send, in the mean, and what was unsent before; out comes `.grad`,
-    and what is unsent after. A refresh leaves all that is unsent where it is.
+    and what is unsent after. keeps_unsent: A refresh leaves all that is unsent where it is.
     """
     names = sync.layout.senders
     before = {name: unsent(sync, name) for name in names}
@@ -63,13 +63,11 @@ def step_gaps(module, ddp, optimizer, sync, rank, step):
         sends = parameter in optimizer._holds_momentum
         gradient = gradients[name]
         sent = BETA1 * momenta[name] + (1 - BETA1) * gradient if sends else gradient
-        into, out = mean_of(sent.view(-1)), parameter.grad.view(-1).double()
-        after, bound = unsent(sync, name), 1e-6
-        if sends:
-            into, out = into + before[name], out + after
-        else:  # rounded to 8 bits
-            assert torch.equal(before[name], after)
-            bound = 0.03
+        after = unsent(sync, name)
+        into = mean_of(sent.view(-1)) + before[name]
+        out = parameter.grad.view(-1).double() + after
+        bound = 1e-6 if sends else 0.03  # rounded to 8 bits
+        assert sends or not keeps_unsent or torch.equal(before[name], after)
         gaps[name] = [float((into - out).abs().max() / into.abs().max()), bound, sends]
     optimizer.step()
     return gaps
@@ -90,7 +88,7 @@ def agree(rank, num_ranks, cases):
         gaps, sent = [], []
         for step in range(10):
             before = sync.engine.stats.sent_bytes
-            gaps.append(step_gaps(module, ddp, optimizer, sync, rank, step))
+            gaps.append(step_gaps(module, ddp, optimizer, sync, rank, step, keeps_unsent=True))
             sent.append(sync.engine.stats.sent_bytes - before)
         found[case] = {"bits": bits(module), "gaps": gaps, "sent": sent}
     return found
@@ -120,8 +118,21 @@ def second_half(rank, num_ranks, folder, shards):
     changes = [
         float((unsent(sync, name) - left(state, name)).abs().max()) for name in sync.layout.senders
     ]
-    gaps = [step_gaps(module, ddp, optimizer, sync, rank, step) for step in range(7, 11)]
+    gaps = [
+        step_gaps(module, ddp, optimizer, sync, rank, step, keeps_unsent=True)
+        for step in range(7, 11)
+    ]
     return {"changes": changes, "gaps": gaps, "owed": len(sync.owed.momentum), "bits": bits(module)}
+
+
+def detached(rank, num_ranks):
+    """Detaches after some steps, on ranks of one host: bits of all parameters afterwards."""
+    pretend_hosts(rank, num_ranks)
+    module, ddp, optimizer, sync = setup("onebit", "hierarchical")
+    train(ddp, optimizer, rank, range(6))
+    sync.detach()
+    train(ddp, optimizer, rank, range(6, 9))
+    return bits(module)
 
 
 if __name__ == "__main__":
