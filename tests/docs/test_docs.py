@@ -102,10 +102,14 @@ def bad_fences(page: str, text: str) -> list[str]:
     return found
 
 
-def bad_links(text: str, folder: Path) -> list[str]:
-    """Relative links that lead nowhere: to a file, or to a heading of the same page."""
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+    return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+def bad_links(text: str, folder: Path) -> list[str]:
+    """Relative links that lead nowhere: to a file, or to a heading of a page."""
     found = []
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)\s]+)\)", prose):
@@ -114,8 +118,10 @@ def bad_links(text: str, folder: Path) -> list[str]:
             continue
         if target and not (folder / target).exists():
             found.append(link)
-        elif not target and anchor not in anchors:
-            found.append(link)
+        elif anchor and (not target or target.endswith(".md")):
+            page = (folder / target).read_text("utf-8") if target else text
+            if anchor not in anchors(page):
+                found.append(link)
     return found
 
 
@@ -139,6 +145,7 @@ def test_checks_of_pages_can_fail() -> None:
     assert bad_fences("p", "```rust\nx\n```\n") == ["p:2: 'rust'"]
     assert bad_fences("p", "a\n```c\nx\n") == ["p: a fence is not closed"]
     assert bad_links("[a](nowhere.md) [b](#there)\n# Here\n", ROOT) == ["nowhere.md", "#there"]
+    assert bad_links("[a](README.md#nowhere)", ROOT) == ["README.md#nowhere"]
     assert bad_links("[a](README.md) [b](#so-it-is)\n# So it is!\n", ROOT) == []
 
 
