@@ -306,7 +306,7 @@ class _Watch:
     """The step, counted in compressed ones, from which on it is sampled."""
     pause: int = PAUSES[0]
     look: int = 0
-    """Which of `LOOKS` is next."""
+    """The index in `LOOKS` of the next look."""
     steps: int = 0
     """Steps of the window so far."""
     last_step: int = 0

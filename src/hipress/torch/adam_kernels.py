@@ -1,7 +1,8 @@
 """Updates of Adam on a CPU in one pass over memory; numba compiles them when they are first used.
 
-Torch has such a kernel (`fused=True`) for gradients alone. Written with torch's operators the same
-update reads and writes everything several times and takes five times as long.
+Torch has such a kernel (`fused=True`) for gradients alone, which is three times faster than
+`from_momentum` (6 and 20 ms for 25M parameters on two threads). Written with torch's operators the
+update takes 23 to 72 ms.
 """
 
 from __future__ import annotations
