@@ -45,7 +45,7 @@ WORKDIR /hipress
 ENV PATH=/hipress/.venv/bin:$PATH PIP_NO_CACHE_DIR=1
 
 # Before the source, which is installed as a link: after an edit nothing is installed again.
-COPY --chown=hipress:hipress LICENSE Makefile README.md constraints.txt pyproject.toml ./
+COPY --chown=hipress:hipress LICENSE Makefile README.md constraints.txt pyproject.toml setup.py ./
 RUN mkdir src && make setup
 COPY --chown=hipress:hipress . .
 

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all chaos mutants check lint types beside bench docs clean
+.PHONY: help setup demo test test-all chaos mutants check lint types beside bench docs dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
@@ -48,9 +48,10 @@ test: lint  ## lint, types, and enough of every test to trust a change (10 minut
 beside: $(STAMP)
 	$(PYTEST) $(PARALLEL) -m "not alone and not full"
 
-test-all: $(STAMP)  ## what `make test` leaves out: the other cells of grids, long runs
+test-all: $(STAMP)  ## what `make test` leaves out: the other cells of grids, long runs, the wheel
 	$(PYTEST) $(PARALLEL) -m "full and not alone"
 	$(PYTEST) -m "full and alone" $(ALONE)
+	$(MAKE) dist
 	$(MAKE) chaos SEED=$(or $(SEED),238030) FAULTS=$(or $(FAULTS),300)
 
 # Each seed is printed and can be given again; RECORD=1 writes the table of docs/chaos.md. `make
@@ -74,6 +75,13 @@ docs: $(VENV)/.docs-installed  ## build the documentation site in site/
 
 $(VENV)/.docs-installed: $(STAMP)
 	@$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
+	@touch $@
+
+dist: $(VENV)/.dist-installed  ## build the wheel in dist/ and try it in an empty environment
+	$(BIN)/python -m tests.wheel
+
+$(VENV)/.dist-installed: $(STAMP)
+	@$(BIN)/python -m pip install -q -c constraints.txt -e ".[dist]"
 	@touch $@
 
 clean:  ## remove .venv, caches and build outputs

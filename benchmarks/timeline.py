@@ -58,11 +58,11 @@ def draw(path: str, picture: str, title: str) -> None:
         if e["ph"] == "M" and e["name"] == "thread_name" and e["pid"] == first
     }
     events = [e for e in events if e["pid"] == first]
-    # Receives are posted early and mostly wait, each on its own row; the picture leaves them out.
-    shown = [tid for tid, name in rows.items() if not name.startswith(("recv", "bucket"))]
+    shown = [tid for tid, name in rows.items() if not name.startswith("bucket")]
     colours = {
         "forward": "#8da0cb", "backward": "#66c2a5", "wait": "#d9d9d9", "encode": "#fc8d62",
         "merge": "#e78ac3", "decode": "#a6d854", "send": "#ffd92f",
+        "recv": "#bfd3e6",
     }  # fmt: skip
     figure, axes = plt.subplots(figsize=(11, 2.2), layout="constrained")
     for event in events:

@@ -1,9 +1,8 @@
-"""Accelerate with compressed gradients: torchrun --nproc_per_node 2 examples/accelerate_train.py.
+"""Accelerate with compressed gradients: torchrun --nproc-per-node 2 examples/accelerate_train.py.
 
-`hipress.attach` goes after `prepare`, which wraps the model in DDP. `register_for_checkpointing`
-makes `save_state` and `load_state` include the state of the codec. Both are collective: call them
-on all ranks, not on the main process only. Run again with --resume to continue from the last
-checkpoint.
+`hipress.accelerate.attach` goes after `prepare`, which wraps the model in DDP. `save_state` and
+`load_state` then include the state of the codec: call them on all ranks. Run again with --resume to
+continue from the last checkpoint, also with another number of ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def main() -> None:
         torch.optim.SGD(layers.parameters(), lr=0.1),
         DataLoader(training, batch_size=20, shuffle=True),
     )
-    sync = hipress.attach(model, codec="onebit")
-    accelerator.register_for_checkpointing(sync)
+    sync = hipress.accelerate.attach(accelerator, model, optimizer, codec="onebit", check_every=10)
     if args.resume:
         accelerator.load_state(args.folder)
 
@@ -52,11 +50,11 @@ def main() -> None:
     accelerator.save_state(args.folder)
 
     if accelerator.is_main_process:
-        right = (layers(images[1400:]).argmax(1) == labels[1400:]).float().mean()
+        loss = nn.functional.cross_entropy(layers(images[1400:]), labels[1400:])
         stats = sync.stats()
         print(
-            f"step {sync.step}: {100 * right:.1f} % right; {stats.sent_bytes} bytes sent, "
-            f"{stats.ratio:.1f} x less than plain",
+            f"step {sync.step}: loss {loss:.3f}; {stats.num_compressed} gradients compressed, "
+            f"{stats.ratio:.1f} times fewer bytes",
             flush=True,
         )
     accelerator.end_training()

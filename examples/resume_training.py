@@ -53,8 +53,8 @@ def main() -> None:
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-    sync = hipress.attach(model, codec="onebit")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03)  # its momentum is in the codec
+    sync = hipress.attach(model, codec="momentum(ef(onebit))", optimizer=optimizer)
 
     start = 0
     if file.exists():

@@ -37,11 +37,14 @@ JOBS = (
     *RANKS,
     "tests/torch/test_attach.py",
     "tests/torch/test_momentum_ranks.py",
+    "tests/torch/test_frameworks.py",
     "tests/torch/test_guard_ranks.py",
+    "tests/torch/test_monitor_ranks.py",
     "tests/session/test_checkpoint.py",
     "tests/session/test_numpy_door.py",
     "tests/casync/test_distributed.py",
     "tests/casync/test_fork.py",
+    "tests/docs/test_tutorial.py",
 )
 """Files that start several ranks, which fill all cores: one after the other, as group `jobs`."""
 BY_CASE = "tests/gpu/test_on_gpu.py"
@@ -137,3 +140,23 @@ def no_group_left() -> Iterator[None]:
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
         pytest.fail("it left torch's default process group behind", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_variables_left() -> Iterator[None]:
+    """A variable such as WORLD_SIZE that one test leaves decides what ranks of the next one do."""
+    before = _variables()
+    yield
+    after = _variables()
+    if after != before:
+        for name in after.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        changed = sorted({name for name, _ in after.items() ^ before.items()})
+        pytest.fail(f"it left other environment variables behind: {changed}", pytrace=False)
+
+
+def _variables() -> dict[str, str]:
+    """What tells a process which rank it is, and what HiPress reads."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "SLURM_", "OMPI_", "HIPRESS_")
+    return {name: value for name, value in os.environ.items() if name.startswith(names)}

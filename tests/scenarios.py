@@ -223,3 +223,11 @@ def _wait_for(children, limit_s):
             return
         else:
             time.sleep(0.02)
+
+
+def no_launcher(monkeypatch):
+    """Removes a launcher's variables for one test, and those that the test will set."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                 "MASTER_PORT"):  # fmt: skip
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)

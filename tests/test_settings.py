@@ -18,7 +18,7 @@ def test_defaults():
     assert settings.cache_dir(environ) == Path("~/.cache/hipress").expanduser()
     assert settings.num_threads(environ) == 1
     assert settings.backend(environ) == "auto"
-    assert settings.log_level(environ) == logging.WARNING
+    assert settings.log_level(environ) == logging.INFO
     assert settings.fashion_mnist(environ) is None
 
 
@@ -59,14 +59,14 @@ def test_cache_dir_follows_xdg(base, expected):
             "HIPRESS_THREADS",
             "0",
             "HIPRESS_THREADS is '0'; it must be a whole number of at least 1; "
-            "correct it, or unset it to use the default, '1'",
+            "correct it, or unset it to use the default, '1'.",
         ),
         (
             settings.num_threads,
             "HIPRESS_THREADS",
             "two",
             "HIPRESS_THREADS is 'two'; it must be a whole number of at least 1; "
-            "correct it, or unset it to use the default, '1'",
+            "correct it, or unset it to use the default, '1'.",
         ),
         (
             settings.backend,
@@ -74,14 +74,14 @@ def test_cache_dir_follows_xdg(base, expected):
             "referense",
             "HIPRESS_BACKEND is 'referense' (did you mean 'reference'?); "
             "it must be one of auto, reference, cpu, gpu; "
-            "correct it, or unset it to use the default, 'auto'",
+            "correct it, or unset it to use the default, 'auto'.",
         ),
         (
             settings.log_level,
             "HIPRESS_LOG",
             "10",
             "HIPRESS_LOG is '10'; it must be one of debug, info, warning, error, critical; "
-            "correct it, or unset it to use the default, 'warning'",
+            "correct it, or unset it to use the default, 'info'.",
         ),
         (
             settings.cache_dir,
@@ -89,7 +89,7 @@ def test_cache_dir_follows_xdg(base, expected):
             "kernels",
             "HIPRESS_CACHE_DIR is 'kernels'; "
             "it must be an absolute path (a leading ~ is allowed); "
-            "correct it, or unset it to use the default, '~/.cache/hipress'",
+            "correct it, or unset it to use the default, '~/.cache/hipress'.",
         ),
         (
             settings.fashion_mnist,
@@ -97,7 +97,7 @@ def test_cache_dir_follows_xdg(base, expected):
             "data",
             "HIPRESS_FASHION_MNIST is 'data'; "
             "it must be an absolute path (a leading ~ is allowed), or none; "
-            "correct it, or unset it to use the default, 'none'",
+            "correct it, or unset it to use the default, 'none'.",
         ),
     ],
 )

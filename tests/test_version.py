@@ -22,6 +22,6 @@ def test_the_changelog_has_an_entry_for_this_version():
 def test_tools_are_pinned_alike_in_pyproject_and_constraints():
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
-    for tool in ("mkdocs", "mkdocs-material", "mypy", "ruff", "triton"):
+    for tool in ("build", "mkdocs", "mkdocs-material", "mypy", "ruff", "triton", "twine"):
         pin = re.search(rf'"({tool}==[^";]+)', pyproject)
         assert pin and pin[1] in constraints

@@ -58,6 +58,7 @@ def summary(trace: Mapping[str, Any]) -> list[Summary]:
         if event["ph"] == "X":
             start_ns, queue = _ns(event["ts"]), queues[event["tid"]]
             end_ns = start_ns + _ns(event["dur"])
+            start_ns -= _ns(event["args"].get("waited_us", 0))
             found = {"verb": event["cat"], "queue": queue, "start_ns": start_ns, "end_ns": end_ns}
             events.append(Event(name="", chunk=0, **found))
     return [_summary(rank, events) for rank, events in sorted(ranks.items())]

@@ -6,9 +6,11 @@ srun each set their own variables; `read_environment` reads all of them and chan
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import socket
+import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,12 +55,12 @@ class RankEnvironment:
             if not 0 <= rank < size:
                 raise UsageError(
                     f"{kind} {rank} of {size} cannot be: ranks count from 0 to the size less 1; "
-                    f"look at how this process was started"
+                    f"look at how this process was started."
                 )
         if self.local_size > self.num_ranks:
             raise UsageError(
                 f"{self.local_size} ranks on this host are more than all {self.num_ranks}; look at "
-                f"how this process was started"
+                f"how this process was started."
             )
 
 
@@ -131,7 +133,7 @@ def _from_mpirun(environ: Mapping[str, str]) -> RankEnvironment:
     if not address and size > local_size:
         raise UsageError(
             f"mpirun started {size} ranks on several hosts and MASTER_ADDR, the host of rank 0, "
-            f"is not set; add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to mpirun"
+            f"is not set; add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to mpirun."
         )
     if environ.get("MASTER_PORT"):
         port = _port(environ)
@@ -165,7 +167,7 @@ def _from_srun(environ: Mapping[str, str]) -> RankEnvironment:
     if size > 1 and environ.get("ENVIRONMENT") == "BATCH" and not environ.get("SLURM_STEP_ID"):
         raise UsageError(
             f"this is the batch script of a Slurm job with {size} tasks, and only srun starts "
-            f"them all; write srun in front of the command"
+            f"them all; write srun in front of the command."
         )
     hosts = _slurm_hosts(environ)
     local_size = _slurm_local_size(environ, size, hosts)
@@ -216,7 +218,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(
             f"{name} is {text!r}; it must be a whole number from 0, which the launcher sets: "
-            f"unset it, or start this with torchrun, srun or mpirun"
+            f"unset it, or start this with torchrun, srun or mpirun."
         )
     return int(text)
 
@@ -224,7 +226,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def _port(environ: Mapping[str, str]) -> int:
     port = _number(environ, "MASTER_PORT")
     if not 0 < port < 65536:
-        raise UsageError(f"MASTER_PORT is {port}; it must be from 1 to 65535, such as 29500")
+        raise UsageError(f"MASTER_PORT is {port}; it must be from 1 to 65535, such as 29500.")
     return port
 
 
@@ -233,7 +235,7 @@ def _half_set(found: str, missing: list[str]) -> UsageError:
     return UsageError(
         f"{found} is set and {' and '.join(missing)} {verb} not, so this process does not know "
         f"its rank; set what is missing, unset {found} to run alone, or start it with "
-        f"hipress run, torchrun, srun or mpirun"
+        f"hipress run, torchrun, srun or mpirun."
     )
 
 
@@ -263,7 +265,7 @@ def expand_counts(text: str) -> list[int]:
         if match is None:
             raise UsageError(
                 f"the tasks per node {text!r} are not counts such as 2(x3),1; Slurm sets them, "
-                f"so start the script with srun"
+                f"so start the script with srun."
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -300,7 +302,7 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
 def _bad_node_list(text: str) -> UsageError:
     return UsageError(
         f"the node list {text!r} is not one that Slurm writes, such as n[01-03,7],gpu1; "
-        f"set MASTER_ADDR to the first host yourself"
+        f"set MASTER_ADDR to the first host yourself."
     )
 
 
@@ -331,6 +333,33 @@ def with_defaults(
         defaults.update(dict.fromkeys(INTERFACE_VARIABLES, interface))
     path = environ.get("PATH")
     return {**defaults, **environ, "PATH": f"{python_folder}:{path}" if path else python_folder}
+
+
+def job_address(*, one_host: bool, environ: Mapping[str, str] | None = None) -> str:
+    """Return the IPv4 address of this host on the network card that its ranks use.
+
+    The card that a launcher or user has named comes first; without one it is loopback if all ranks
+    are on one host, and otherwise the card of the host's name, as for gloo.
+
+    Args:
+        one_host: Whether all ranks are on this host.
+        environ: The variables to read; those of this process if None.
+
+    Raises:
+        OSError: There is no such card, or it has no IPv4 address.
+    """
+    environ = os.environ if environ is None else environ
+    for name in INTERFACE_VARIABLES:
+        if card := environ.get(name, "").split(",")[0].strip():
+            return _address_of(card)
+    return LOOPBACK if one_host else socket.gethostbyname(socket.gethostname())
+
+
+def _address_of(card: str) -> str:
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        request = struct.pack("256s", card.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(sock, get_address, request)[20:24])
 
 
 def free_port() -> int:

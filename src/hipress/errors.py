@@ -16,8 +16,12 @@ pickled when they cross process boundaries; `__reduce__` exists where arguments 
 """
 
 import difflib
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 __all__ = [
     "AgreementError",
@@ -42,6 +46,40 @@ def did_you_mean(value: str, choices: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(value, list(choices), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def install_command(*packages: str) -> str:
+    """Return the command that adds optional packages, for a message.
+
+    It names the packages and not an extra of hipress, so that it works wherever hipress itself
+    came from: PyPI, a wheel or a clone.
+
+    Example:
+        >>> install_command("matplotlib", "pyroute2")
+        'pip install matplotlib pyroute2'
+    """
+    return f"pip install {' '.join(packages)}"
+
+
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a `HipressError` that leaves a public function show its sentence and not our frames.
+
+    The traceback of a script then has the user's line, one line of HiPress and the sentence. With
+    HIPRESS_LOG=debug it keeps all frames and the cause.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except HipressError as error:
+            from hipress import settings  # which needs this module
+
+            if settings.LOG.text().lower() == "debug":
+                raise
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 class HipressError(Exception):
@@ -98,7 +136,7 @@ class MissingDependencyError(HipressError, ImportError):
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
             f"package {package!r} is needed here and is not installed; "
-            f'add it with: pip install "hipress[{extra}]"'
+            f"add it with: {install_command(package)}"
         )
         self.package = package
         self.extra = extra

@@ -95,12 +95,12 @@ def _refusal(setting: Setting[Any], value: str, default: str) -> str:
     if value == default:
         return (
             f"the default of {setting.name}, {default!r}, does not work on this system; it must be "
-            f"{setting.rule}; set {setting.name} to one that does"
+            f"{setting.rule}; set {setting.name} to one that does."
         )
     hint = did_you_mean(value.lower(), setting.choices)
     return (
         f"{setting.name} is {value!r}{hint}; it must be {setting.rule}; "
-        f"correct it, or unset it to use the default, {default!r}"
+        f"correct it, or unset it to use the default, {default!r}."
     )
 
 
@@ -137,6 +137,15 @@ def _seconds_or_none(raw: str) -> float | None:
         return None
     value = float(raw)
     if not 1 <= value <= 10**6:
+        raise ValueError(raw)
+    return value
+
+
+def _port_or_none(raw: str) -> int | None:
+    if raw == "none":
+        return None
+    value = int(raw)
+    if not 1 <= value <= 65535:
         raise ValueError(raw)
     return value
 
@@ -185,8 +194,8 @@ BACKEND = Setting(
 
 LOG = Setting(
     name="HIPRESS_LOG",
-    default=_fixed("warning"),
-    meaning="log level of the logger `hipress`",
+    default=_fixed("info"),
+    meaning="log level of the logger `hipress`, unless the program has set one",
     rule=f"one of {', '.join(_LOG_LEVELS)}",
     parse=_log_level,
     choices=_LOG_LEVELS,
@@ -216,6 +225,14 @@ TIMEOUT = Setting(
     parse=_seconds_or_none,
 )
 
+MONITOR = Setting(
+    name="HIPRESS_MONITOR",
+    default=_fixed("none"),
+    meaning="port at which hipress top reaches the ranks of a host; none: nothing listens",
+    rule="a port from 1 to 65535, or none",
+    parse=_port_or_none,
+)
+
 SETTINGS: tuple[Setting[Any], ...] = (
     CACHE_DIR,
     THREADS,
@@ -224,6 +241,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     FASHION_MNIST,
     TINY_SHAKESPEARE,
     TIMEOUT,
+    MONITOR,
 )
 """The table: every variable that HiPress reads."""
 
@@ -235,3 +253,4 @@ log_level = LOG.read
 fashion_mnist = FASHION_MNIST.read
 tiny_shakespeare = TINY_SHAKESPEARE.read
 timeout_s = TIMEOUT.read
+monitor_port = MONITOR.read

@@ -4,8 +4,9 @@ The trace is JSON in Chrome's trace event format, which https://ui.perfetto.dev 
 each rank, a row for each queue. Perfetto's importer has these rules:
 
     times        are truncated, not rounded, to nanoseconds
-    rows         spans of one row must nest or be apart, or the later one is dropped; so spans of a
-                 queue that overlap go to further rows, "recv 2" and so on
+    rows         spans of one row must nest or be apart, or the later one is dropped; so messages of
+                 one direction are drawn one after the other, and spans of another queue that
+                 overlap go to further rows, "compute 2" and so on
     thread ids   identify a row of the whole file, not of a process; 0 is the idle thread
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -26,6 +27,13 @@ BUCKETS = "buckets"
 QUEUES = (MODEL, BUCKETS, "compute", "send", "recv", "communicate")
 """Rows of a rank from top to bottom; other queues come below."""
 
+DIRECTIONS = ("send", "recv")
+"""Queues whose messages are under way together and are drawn in one row."""
+
+MESSAGE_NOTE = (
+    "messages of one direction are drawn one after the other: from when one was asked for, or the "
+    "one before it was done (waited_us later), until it is done; so recv holds waits for senders"
+)
 CLOCK_NOTE = "clocks were compared once, before the first step; they may have drifted since"
 GPU_NOTE = "on a GPU the model's rows show when work was started"
 
@@ -181,8 +189,8 @@ def chrome_trace(ranks: Sequence[RankTrace]) -> dict[str, Any]:
             tid += 1
             at = {"pid": pid, "tid": tid}
             found += _named("thread", at, row, place)
-            found += [_drawn(event, at, one.offset_ns - zero_ns) for event in events]
-    notes = ["recv is drawn from when it was asked for, so it holds the wait for the sender"]
+            found += _drawn_row(events, at, one.offset_ns - zero_ns)
+    notes = [MESSAGE_NOTE]
     notes += [CLOCK_NOTE] if len(ranks) > 1 else []
     notes += [GPU_NOTE] if any(one.device != "cpu" for one in ranks) else []
     other = {
@@ -209,13 +217,29 @@ def _rows(events: Iterable[Event]) -> Iterator[tuple[str, list[Event]]]:
     queues: dict[str, list[list[Event]]] = {queue: [] for queue in QUEUES}
     for event in sorted(events, key=lambda event: (event.start_ns, event.end_ns)):
         rows = queues.setdefault(event.queue, [])
-        free = next((row for row in rows if row[-1].end_ns <= event.start_ns), None)
+        shared = event.queue in DIRECTIONS
+        free = next((row for row in rows if shared or row[-1].end_ns <= event.start_ns), None)
         if free is None:
             rows.append(free := [])
         free.append(event)
     for queue, rows in queues.items():
         for number, row in enumerate(rows, 1):
             yield queue if number == 1 else f"{queue} {number}", row
+
+
+def _drawn_row(events: Iterable[Event], at: Mapping[str, int], shift_ns: int) -> list[Any]:
+    """Return the drawn events of a row; those of one direction begin when the last has ended."""
+    found = []
+    done_ns = 0
+    for event in sorted(events, key=lambda event: (event.end_ns, event.start_ns)):
+        begin_ns = event.start_ns
+        if event.queue in DIRECTIONS:
+            begin_ns, done_ns = max(begin_ns, done_ns), event.end_ns
+        one = _drawn(replace(event, start_ns=begin_ns), at, shift_ns)
+        if begin_ns > event.start_ns:
+            one["args"]["waited_us"] = _us(begin_ns - event.start_ns)
+        found.append(one)
+    return found
 
 
 def _drawn(event: Event, at: Mapping[str, int], shift_ns: int) -> dict[str, Any]:

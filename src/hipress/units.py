@@ -76,3 +76,13 @@ def parse_size(text: str) -> int:
             "4MiB (2^20) or 25e6."
         )
     return num_bytes
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number of things in words.
+
+    Example:
+        >>> counted(1, "rank"), counted(2, "rank")
+        ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -100,7 +100,7 @@ def test_without_a_folder_fashion_mnist_is_left_out(capsys: pytest.CaptureFixtur
         (("--loopback",), "--loopback is for a network"),
         (("--timeout", "9"), "--timeout 9.0 is for a network"),
         ((*QUICK, "--markdown", "nowhere.md"), "cannot read 'nowhere.md'"),
-        ((*QUICK, "--plot", "nowhere/curves.png"), "nowhere/curves.png"),
+        ((*QUICK, "--plot", "nowhere/curves.png"), "No such file or directory; give --plot a file"),
         ((*QUICK, "--plot", "curves.nonesuch"), "cannot draw 'curves.nonesuch'"),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_gpt_with_both_forms(
         (("--model", "gtp"), "--model 'gtp' is none of mlp, cnn, resnet, gpt; choose one."),
         (("--model", "gpt"), "the folder of tiny-shakespeare is not known; set HIPRESS_TINY"),
         (("--model", "gpt", "--optimizer", "sgd"), "'sgd' is not one that gpt is trained with"),
-        (("--model", "cnn", "--data", "digits"), "no data set 'digits'; there are: fashion-mnist."),
+        (("--model", "cnn", "--data", "digit"), "no data set 'digit'; there are: fashion-mnist"),
         (("--data", "digits", "--optimizer", "adamw"), "that mlp is trained with here; choose sgd"),
         (("--data", "digits", "--form", "best"), "--form 'best' is none of recommended, gradient;"),
         (("--data", "digits", "--codecs", "gradient:topq"), "no codec 'topq'"),
@@ -356,7 +356,7 @@ def test_ranks_that_differ_are_told_and_exit_1(
     )
     assert bench(*HOSTS, "--loopback", "--codecs", "onebit") == 1
     assert capsys.readouterr().err.endswith(
-        "\nhipress: digits with onebit: ranks ended with different parameters, seed 1.\n"
+        "hipress: digits with onebit: ranks ended with different parameters, seed 1.\n"
     )
 
 

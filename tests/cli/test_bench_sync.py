@@ -101,7 +101,7 @@ def test_a_wrong_result_is_told_and_exit_1(
     monkeypatch.setattr(cluster, "run", lambda *_: found)
     assert bench("--loopback", "--codec", "none") == 1
     assert capsys.readouterr().err.endswith(
-        "\nhipress: none with ps: ranks hold different results.\n"
+        "hipress: none with ps: ranks hold different results.\n"
     )
 
 

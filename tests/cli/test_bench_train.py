@@ -106,7 +106,7 @@ def test_ranks_that_differ_are_told_and_exit_1(
     monkeypatch.setattr(cluster, "run", lambda *_: found)
     assert bench("--loopback", *SMALL) == 1
     assert capsys.readouterr().err.endswith(
-        "\nhipress: mlp with ddp: ranks hold different parameters.\n"
+        "hipress: mlp with ddp: ranks hold different parameters.\n"
     )
 
 

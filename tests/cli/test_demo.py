@@ -68,13 +68,55 @@ def test_without_links_it_says_so_and_ends_well(tmp_path, capsys, monkeypatch):
         (["--codec", "onebitt"], "did you mean 'onebit'?"),
         (["--rate", "fast"], "'fast'"),
         (["--plot", "x.pdf"], "--plot 'x.pdf' is not a PNG file; give a name that ends in .png."),
-        (["--plot", "no/such/x.png"], "is in a folder that does not exist; give another."),
+        (
+            ["--plot", "no/such/x.png"],
+            "No such file or directory; give --plot a file",
+        ),
     ],
 )
 def test_refusals(argv, sentence, capsys):
     assert run(*argv) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and sentence in said[0], said
+
+
+@pytest.mark.parametrize(
+    "absent, named, command_line",
+    [
+        ({"pyroute2"}, "pyroute2 (emulated links)", "pip install pyroute2"),
+        ({"matplotlib"}, "matplotlib (the picture)", "pip install matplotlib"),
+        (
+            {"scikit-learn", "pyroute2"},
+            "pyroute2 (emulated links), scikit-learn (the data)",
+            "pip install pyroute2 scikit-learn",
+        ),
+    ],
+)
+def test_missing_packages_are_named_before_any_work(
+    absent, named, command_line, monkeypatch, capsys
+):
+    """Catches: a demo that trains for a minute and then lacks what draws its picture."""
+    real = command.package_version
+    monkeypatch.setattr(command, "package_version", lambda n: None if n in absent else real(n))
+    monkeypatch.setattr("hipress.lab.Lab", lambda *args, **kwargs: pytest.fail("it has begun"))
+    assert run() == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (
+        "",
+        f"hipress: the demo needs packages that are not installed: {named}; run `{command_line}` "
+        "first.\n",
+    )
+
+
+def test_kernels_that_cannot_be_kept_are_told_before_any_work(monkeypatch, capsys, tmp_path):
+    """Catches: a demo whose first training ends well and whose second cannot begin."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HIPRESS_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("hipress.lab.Lab", lambda *args, **kwargs: pytest.fail("it has begun"))
+    assert run("--codec", "int8(block=72)") == 2  # a program that no other test has loaded
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert "cannot write kernels to " in said.err and "set HIPRESS_CACHE_DIR" in said.err
 
 
 def test_live_view(monkeypatch, capsys):

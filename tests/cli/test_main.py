@@ -1,9 +1,11 @@
 """The command line as a user meets it: help, errors, exit codes, and what it does not load."""
 
 import os
+import re
 import subprocess
 import sys
 import types
+from typing import Annotated
 
 import pytest
 import typer
@@ -63,6 +65,37 @@ def test_every_command_has_help_with_an_example(name, capsys):
         assert f"Usage: hipress {' '.join(path)}" in out
         assert f"Example: hipress {' '.join(path)}" in out
         assert "completion" not in out
+
+
+def bracketed(command):
+    """Return each text in square brackets of a command's help, as it was written."""
+    texts = [command.help, command.epilog, *(getattr(p, "help", None) for p in command.params)]
+    return re.findall(r"\[[^\]]+\]", " ".join(text or "" for text in texts).replace("\\[", "["))
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_no_help_loses_text_in_brackets(name, capsys, monkeypatch):
+    """Catches: text that rich takes for markup."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for path, command in commands(cli.load(name), [name]):
+        assert run(*path, "--help") == 0
+        out = capsys.readouterr().out
+        assert [text for text in bracketed(command) if text not in out] == []
+
+
+def test_brackets_are_kept_everywhere(add_command, capsys, monkeypatch):
+    def command(
+        file: Annotated[str, typer.Argument(help="A file [a].")] = "",
+        number: Annotated[int, typer.Option(help="A number [/b].")] = 0,
+    ) -> None:
+        """Prints [bold] and [c0.1]."""
+
+    monkeypatch.setenv("COLUMNS", "200")
+    add_command(command)
+    assert run("doctor", "--help") == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("[a]", "[/b]", "[bold]", "[c0.1]"))
+    assert bracketed(cli.load("lab").commands["run"]) == ["[host0]", "[host0.1]"]
 
 
 def test_an_unknown_command_names_the_nearest(capsys):

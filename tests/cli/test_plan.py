@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from hipress.cli.main import main
+from hipress.cli.plan import PlanReport, _warn
 from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Curve, GradientProfile, ModelProfile, Profile
@@ -143,7 +144,10 @@ def test_json_alone_is_on_stdout(capsys):
             [*PUBLISHED, "--profile", "profile.json", "--nnodes", "1"],
             "a plan for 1 node(s) has nobody to send to",
         ),
-        ([*PRESET, "-o", "none/plan.json"], "cannot be written (No such file or directory)"),
+        (
+            [*PRESET, "-o", "none/p.json"],
+            "No such file or directory; give --output (-o) a file",
+        ),
         (["--secopa-input", "no.txt", "--preset", "sosp21"], "input 'no.txt' cannot be read"),
     ],
 )
@@ -377,3 +381,19 @@ def test_a_budget_that_allows_nothing(job, capsys):
     assert run("--profile", "job.json", "--budget", "careful", "--explain") == 0
     assert Plan.load("plan.json").num_compressed == 0
     assert "the budget allows no codec that was measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "codecs, said",
+    [
+        (("int8", "int4", "none", "bf16"), ""),
+        (("int8", "onebit", "topk"), "It uses onebit, topk, with which not every optimizer"),
+    ],
+)
+def test_a_codec_that_depends_on_the_optimizer_is_told(codecs, said, capsys):
+    """Catches: a plan with onebit that is silent about the optimizer, or int4 that is not."""
+    gradients = {f"w{number}": Decision(codec=name) for number, name in enumerate(codecs)}
+    _warn(PlanReport(plan=Plan(num_ranks=4, gradients=gradients), times=""))
+    err = capsys.readouterr().err
+    assert said in err and bool(said) == bool(err)
+    assert not said or "plan=..., optimizer=optimizer) checks yours" in err

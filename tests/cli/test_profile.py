@@ -93,7 +93,10 @@ def test_measures_between_the_ranks_of_a_job(tmp_path):
         (("--model", "vgg99"), "vgg99"),
         (("--rate", "fast"), "fast"),
         (("--device", "tpu"), "neither cpu nor cuda"),
-        (("-o", "no/such/folder/p.json"), "cannot write"),
+        (
+            ("-o", "no/p.json"),
+            "No such file or directory; give --output (-o) a file in",
+        ),
     ],
 )
 def test_refuses(arguments, complaint, capsys, tmp_path, monkeypatch):

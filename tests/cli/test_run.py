@@ -76,7 +76,10 @@ def test_ctrl_c_under_the_real_torchrun(tmp_path):
         (["-H", "a", "--ssh", ""], "--ssh is empty; name the program"),
         (["-H", "a", "--env", "NOT_SET_HERE"], "--env NOT_SET_HERE asks for a variable that is"),
         (["-H", "a", "--interface", "a/b"], "--interface 'a/b' is not the name of a network card"),
-        (["--hosts-file", "none.json"], "hosts file 'none.json' cannot be read: No such file"),
+        (
+            ["--hosts-file", "none.json"],
+            "hosts file 'none.json' cannot be read (No such file or directory); give",
+        ),
         (["--nproc", "1", "--output", "/dev/null/x"], "--output '/dev/null/x' cannot be used"),
         (["-H", "a", "--ssh-port", "0"], "--ssh-port is 0; it must be from 1 to 65535"),
         (["-H", "a,b", "--port", "0"], "--port is 0; it must be from 1 to 65535"),

@@ -10,6 +10,7 @@ from hipress.cli import sweep
 from hipress.cli.main import main
 from hipress.cli.sweep import Sweep
 from hipress.plan import Decision, Plan
+from hipress.recommendations import url
 from hipress.secopa.search import search
 from hipress.secopa.sosp21 import presets, scaling
 from tests.secopa.made_up import codec, profile
@@ -64,6 +65,56 @@ def test_the_table_has_a_row_for_each(capsys):
     out = capsys.readouterr().out
     for text in ("nodes", "x", "exposed", "onebit", "topk(ratio=0.01)", "ring", "allreduce"):
         assert text in out
+
+
+def test_the_best_of_each_setting_is_marked(capsys):
+    """Catches: many rows without a word about which to take."""
+    given = ("--nodes", "1,4", "--rate", "100mbit,1000gbit")
+    found = rows(*given)
+    for rate in ("100mbit", "1000gbit"):
+        for nodes in (1, 4):
+            of_setting = [row for row in found if (row["rate"], row["nodes"]) == (rate, nodes)]
+            [best] = [row for row in of_setting if row["is_best"]]
+            assert best["step_s"] == min(row["step_s"] for row in of_setting)
+    lines = capsys.readouterr().out.splitlines()
+    said = [line for line in lines if line.startswith("Best on ")]
+    assert len(said) == 4
+    assert (
+        said[0]
+        == "Best on 1 rank(s), rate 100mbit: plain all-reduce, so nothing would be compressed."
+    )
+    best = next(row for row in found if row["is_best"] and row["nodes"] == 4)
+    assert said[1] == (
+        f"Best on 4 rank(s), rate 100mbit: {best['codec']} with {best['strategy']}, "
+        f"{best['speedup']:.2f} times as fast as plain all-reduce."
+    )
+    assert len([line for line in lines if line.rstrip().endswith(" best")]) == 4
+    (caveat,) = (line for line in lines if line.startswith("Not every optimizer trains well with "))
+    assert best["codec"] in caveat and url() in caveat
+
+
+BOOMS = """
+import torch
+def boom(): raise ValueError("boom inside")
+def data(batch): return torch.ones(batch, 2), torch.ones(batch)
+"""
+
+
+def test_an_error_of_the_users_model_is_not_blamed_on_the_preset(tmp_path, capsys):
+    (tmp_path / "booms.py").write_text(BOOMS)
+    named = ("--model", "booms:boom", "--data", "booms:data")
+    assert run("--preset", "aws-v100", *named) == 2
+    assert capsys.readouterr().err.startswith(
+        "hipress: model 'booms:boom' failed: ValueError: boom inside (booms.py, line 3); correct"
+    )
+
+
+def test_codec_none_says_why_there_is_one_row(capsys):
+    """Catches: `--codec none --strategy ps` that shows another strategy without a word."""
+    assert [row["strategy"] for row in rows("--codec", "none", "--strategy", "ps")] == ["allreduce"]
+    assert "Codec none is simulated as DDP's all-reduce alone" in capsys.readouterr().err
+    rows("--codec", "none,onebit", "--strategy", "ps")
+    assert "Codec none" not in capsys.readouterr().err
 
 
 def test_a_name_without_options_finds_the_only_one_with_some():

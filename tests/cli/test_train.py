@@ -10,6 +10,7 @@ from hipress.cli import train
 from hipress.cli.main import main
 from hipress.train.config import TrainConfig
 from hipress.train.result import Facts, Result
+from tests.scenarios import no_launcher
 
 QUICK = ["--model", "tests.train.scripts.nets:plain", "--batch", "32", "--device", "cpu"]
 
@@ -17,10 +18,7 @@ QUICK = ["--model", "tests.train.scripts.nets:plain", "--batch", "32", "--device
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """No launcher's variables, and none left behind."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-                 "MASTER_PORT"):  # fmt: skip
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    no_launcher(monkeypatch)
 
 
 def run(*argv):
@@ -101,6 +99,7 @@ def test_without_evaluations(tmp_path):
         ({}, 2, "momentum(ef(onebit), mu=0.9, nesterov=false)"),
         ({"nesterov": True, "momentum": 0.8}, 2, "momentum(ef(onebit), mu=0.8, nesterov=true)"),
         ({"momentum": 0.0}, 2, "onebit"),
+        ({"plain_steps": 5}, 2, "int8"),
         ({"optimizer": "adam"}, 2, "onebit"),
         ({"codec": "topk"}, 2, "topk"),
         ({"plan": Path("p.json")}, 2, None),
@@ -112,10 +111,10 @@ def test_the_codec_follows_the_optimizer_where_none_is_given(options, num_ranks,
 
 def test_onebit_in_front_of_momentum_is_told(caplog):
     assert run("--steps", "2", "--codec", "onebit", "--no-eval") == 0
-    assert "onebit before SGD's momentum may lose accuracy" in caplog.text
+    assert "the momentum of SGD overshoots on it" in caplog.text
     caplog.clear()
     assert run("--steps", "2", "--codec", "onebit", "--momentum", "0", "--no-eval") == 0
-    assert "fall behind" not in caplog.text
+    assert "overshoots" not in caplog.text
 
 
 def test_a_text_plan_with_a_codec(tmp_path, capsys):
@@ -140,7 +139,38 @@ def test_a_model_of_the_users_own_that_fails_is_told_with_what_it_was_given(caps
     """Catches: a page of traceback for a layer of the wrong size."""
     assert run("--steps", "2", "--model", "tests.train.scripts.nets:wrong_size") == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "wrong_size failed on its first batch, of shapes (32, 3, 8, 8), (32,): mat1" in said
+    assert (
+        "wrong_size failed on its first batch of digits, of shapes (32, 3, 8, 8), (32,): RuntimeE"
+        in said
+    )
+
+
+@pytest.mark.parametrize(
+    "model, steps, text",
+    [
+        ("Unused", "3", "parameter 'unused.weight' of tests.train.scripts.nets:Unused got no grad"),
+        ("FailsLater", "3", "FailsLater failed on the batch of step 3 of digits, of shapes (32,"),
+        ("FailsLater", "2", "FailsLater failed on a batch of the test data of digits, of shape"),
+    ],
+)
+def test_a_model_of_the_users_own_that_fails_later(model, steps, text, capsys):
+    """Catches: a traceback of DDP, or of the model, after the first batch."""
+    assert run("--steps", steps, "--model", f"tests.train.scripts.nets:{model}") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("hipress: ") and text in said[-1]
+
+
+def test_nothing_is_said_of_what_was_not_given(capsys):
+    """Catches: "enabled=False was given" in a run that names no codec."""
+    assert run("--steps", "2") == 0
+    assert "hipress: " not in capsys.readouterr().err
+
+
+def test_one_rank_whose_gradients_are_all_exempt(capsys):
+    assert run("--steps", "2", "--codec", "onebit", "--min-size", "1000000") == 0
+    said = capsys.readouterr().err
+    assert "hipress: " not in said
+    assert "one rank: gradients are not exchanged, and onebit is applied to none, as all " in said
 
 
 def test_adam_has_its_momentum_exchanged(caplog):
@@ -167,6 +197,7 @@ def test_momentum_is_not_applied_twice(caplog):
         (["--model", "gpt"], "text"),
         (["--data", "synthetic", "--loaders", "2", "--model", "cnn"], "has nothing to load"),
         (["--model", "no.such:thing"], "no.such"),
+        (["--model", "tests/mine.py:net"], "names a file; name its module, as tests.mine:net."),
         (["--plan", "none.json"], "none.json"),
         (["--lr-decay-epochs", "a,b"], "'a,b' is not a list of numbers; give e.g. 50,80."),
         (["--exclude", "nothing.*"], "matches no parameter"),
@@ -174,7 +205,11 @@ def test_momentum_is_not_applied_twice(caplog):
         (["--device", "cuda"], "torch sees no GPU here; give --device cpu."),
         (["--backend", "nccl"], "--backend nccl needs a GPU for each rank"),
         (["--log", "-", "--json", "-"], "both want stdout"),
-        (["--log", "/dev/null/x"], "cannot be written"),
+        (
+            ["--log", "/dev/null/x"],
+            "Not a directory; give --log a file in a folder that exists",
+        ),
+        (["--timeline", "no/x"], "--timeline: folder /"),
     ],
 )
 def test_refusals_are_one_sentence(argv, sentence, capsys):

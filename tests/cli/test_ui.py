@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hipress.cli import ui
 from hipress.cli.ui import JsonOutput, number, print_table, progress_bar, text
 from hipress.errors import UsageError
 
@@ -44,6 +45,16 @@ def test_json_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unwritable_json_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write .*No such file or directory; give --json"):
         JsonOutput(tmp_path / "absent" / "f.json", "demo")
+
+
+def test_progress_is_a_line_now_and_then_without_a_terminal(capsys, monkeypatch) -> None:
+    """Catches: minutes of silence in a log file, or a line for each of many short parts."""
+    with progress_bar(2) as begin:
+        begin("none")(0.5)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(ui, "QUIET_S", 0.0)
+        begin("[b]onebit")(1.0)
+    assert capsys.readouterr().err == "2 of 2: [b]onebit\n"
 
 
 def test_progress_bar_takes_any_label(capsys: pytest.CaptureFixture[str]) -> None:

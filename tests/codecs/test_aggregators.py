@@ -46,8 +46,8 @@ def back(case: Case, num_workers: int) -> Case:
         exact = "true" if case.exact else "false"
         plain = f"topk(ratio={case.ratio!r}, exact={exact}, workers={num_workers}, ef=false)"
         feedback = case.feedback or case.own_memory
-    elif case.name == "blocktopk":  # as many bytes as the way there, unless union=true
-        k = min(case.block, case.k * num_workers) if "union" in case.options else case.k
+    elif case.name == "blocktopk":  # as many bytes as the way there if union=false
+        k = case.k if "union" in case.options else min(case.block, case.k * num_workers)
         options = f"k={k}, block={case.block}, bits={case.bits}, ef=false"
         plain, feedback = f"blocktopk({options})", case.feedback
     else:

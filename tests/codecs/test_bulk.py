@@ -144,7 +144,7 @@ def test_merge_is_decode_add_encode(name):
 
 def test_merging_nothing_is_refused():
     codec = hipress.codec("onebit")
-    with pytest.raises(UsageError, match="at least one frame"):
+    with pytest.raises(UsageError, match="merge was given no frame; give a list of at least one."):
         codec.merge([], codec, 100, codec.init(torch.zeros(100)))
 
 

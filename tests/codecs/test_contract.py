@@ -949,7 +949,7 @@ def test_decode_into_sparse() -> None:
 def test_decode_add_without_out() -> None:
     c = hipress.codec("none")
     assert refused(UsageError, lambda: c.decode(c.encode(X), add=True)) == (
-        "decode with add=True needs out=, the tensor to add to."
+        "decode was given add=True and no out; give out=, the tensor to add to."
     )
 
 

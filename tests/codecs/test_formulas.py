@@ -466,7 +466,7 @@ def test_exact_topk_is_the_largest(expr: str, n: int, kind: str) -> None:
 PICKS = (
     "blocktopk(ef=false)",
     "blocktopk(k=9, block=64, bits=1, ef=false)",
-    "blocktopk(k=20, block=512, union=true, ef=false)",
+    "blocktopk(k=20, block=512, union=false, ef=false)",
 )
 
 

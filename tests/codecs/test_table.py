@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pickle
 import shutil
 from pathlib import Path
@@ -251,17 +252,17 @@ def takes(name: str) -> str:
         ("topk(k=5)", "topk has no option 'k'; it takes: " + takes("topk")),
         ("onebit(fp16)",
          "onebit takes no codec inside; wrappers are ef and momentum, e.g. 'ef(onebit)'."),
-        ("ef", "ef takes one codec, e.g. 'ef(onebit)'."),
-        ("ef()", "ef takes one codec, e.g. 'ef(onebit)'."),
-        ("ef(onebit, fp16)", "ef takes one codec, e.g. 'ef(onebit)'."),
-        ("ef(onebit, mu=1)", "ef has no option 'mu'; it takes: decay."),
+        ("ef", "ef takes one codec; write e.g. 'ef(onebit)'."),
+        ("ef()", "ef takes one codec; write e.g. 'ef(onebit)'."),
+        ("ef(onebit, fp16)", "ef takes one codec; write e.g. 'ef(onebit)'."),
+        ("ef(onebit, mu=1)", "ef has no option 'mu'; it takes: decay, residual."),
         ("ef(onebit, decay=0)", "ef: decay=0.0 must be above 0, at most 1, e.g. 0.95."),
         ("ef(onebit, decay=1.5)", "ef: decay=1.5 must be above 0, at most 1, e.g. 0.95."),
         ("ef(onebit, decay=true)", "ef: decay=true must be above 0, at most 1, e.g. 0.95."),
         ("ef(ef(onebit, decay=0.5), decay=0.5)",
-         "ef(onebit, decay=0.5) has a decay already; give it once."),
-        ("momentum", "momentum takes one codec, e.g. 'momentum(onebit)'."),
-        ("momentum(none, fp16)", "momentum takes one codec, e.g. 'momentum(onebit)'."),
+         "ef(onebit, decay=0.5) has a decay already; give the options of ef once."),
+        ("momentum", "momentum takes one codec; write e.g. 'momentum(onebit)'."),
+        ("momentum(none, fp16)", "momentum takes one codec; write e.g. 'momentum(onebit)'."),
         ("momentum(none, lr=1)", "momentum has no option 'lr'; it takes: mu, nesterov."),
         ("momentum(none, mu=1)", "momentum: mu=1.0 must be from 0 to 0.999999, e.g. 0.9."),
         ("momentum(none, mu=-0.1)", "momentum: mu=-0.1 must be from 0 to 0.999999, e.g. 0.9."),
@@ -303,7 +304,7 @@ def test_an_option_given_twice() -> None:
 
 @pytest.mark.parametrize("expr", [3, None, Path("my.pse"), b"onebit"])
 def test_no_text(expr: Any) -> None:
-    assert refusal(expr) == f"a codec is named by a string such as 'ef(onebit)'; got {expr!r}."
+    assert refusal(expr) == f"codec is {expr!r}; give an expression such as 'ef(onebit)'."
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,9 @@ def test_describe_takes_a_name(name: str) -> None:
 
 
 def test_describe_takes_text() -> None:
-    with pytest.raises(UsageError, match="describe takes the name of a codec, .*; got 3."):
+    with pytest.raises(
+        UsageError, match="describe was given 3; give the name of a codec, e.g. 'topk'."
+    ):
         describe(3)  # type: ignore[arg-type]
 
 
@@ -473,12 +476,15 @@ def test_files_that_hold_no_program(tmp_path: Path) -> None:
     gone, empty, noise = (tmp_path / f"{name}.pse" for name in ("gone", "empty", "noise"))
     empty.write_text("// nothing\n")
     noise.write_bytes(b"\xff\xfe\x00")
-    assert refusal(str(gone)) == f"cannot read the program {gone} (No such file or directory)."
-    assert refusal(f"ef({gone})") == f"cannot read the program {gone} (No such file or directory)."
+    for text in (str(gone), f"ef({gone})"):
+        assert refusal(text) == (
+            f"cannot read the program {gone} (No such file or directory); give the path of a .pse "
+            "file."
+        )
     assert refusal(str(empty)) == (
         f"{empty} holds no function; write XEncode and XDecode (any name for X)."
     )
-    assert refusal(str(noise)) == f"the program {noise} is not UTF-8 text."
+    assert refusal(str(noise)) == f"the program {noise} is not UTF-8 text; save it as UTF-8."
 
 
 @pytest.mark.parametrize(
@@ -528,12 +534,21 @@ def modules_with_examples() -> list[str]:
     ]
 
 
+class _Finder(doctest.DocTestFinder):
+    def _from_module(self, module: Any, object: Any) -> bool:
+        """Returns whether a function is of the module, also one that a decorator has wrapped."""
+        return super()._from_module(module, inspect.unwrap(object))  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(
     "name", thinned(modules_with_examples(), lambda name: name != "hipress.probe.codec_costs")
 )
 def test_examples(name: str) -> None:
-    result = doctest.testmod(importlib.import_module(name))
-    assert result.attempted > 0 and result.failed == 0
+    found = _Finder(exclude_empty=True).find(importlib.import_module(name))
+    runner = doctest.DocTestRunner()
+    for example in found:
+        runner.run(example)
+    assert runner.tries > 0 and runner.failures == 0
 
 
 def test_there_are_examples() -> None:

@@ -53,6 +53,39 @@ WRONG: dict[str, tuple[str, str]] = {
         encoder("float* v = map(g, [&](float x) @{ return x; });"),
         "'->'",
     ),
+    "a lambda without its capture": (
+        encoder("uint4* v = map(g, @(float x) -> uint4 { return x > 0.0; });"),
+        "a lambda begins with [&]; write [&](float x) -> float { ... }",
+    ),
+    "a second argument that is one": (
+        encoder("float s = reduce(map(g, abs), 0.0, @(float a, float b) -> float { return a; });"),
+        "a lambda begins with [&]",
+    ),
+    "an empty capture": (
+        encoder("uint4* v = map(g, @[](float x) -> uint4 { return 1; });"),
+        "a lambda begins with [&]",
+    ),
+    "a capture by value": (
+        encoder("uint4* v = map(g, @[=](float x) -> uint4 { return 1; });"),
+        "a lambda begins with [&]",
+    ),
+    "a lambda without types": (
+        encoder("uint4* v = map(g, @(x) -> uint4 { return 1; });"),
+        "a lambda begins with [&]",
+    ),
+    "a lambda on arrays without its capture": (
+        encoder("uint4* v = map(g, @(uint4* x) -> uint4 { return 1; });"),
+        "a lambda begins with [&]",
+    ),
+    "a named lambda without its capture": (
+        encoder("lambda_func f = @(float x) -> float { return x; }"),
+        "a lambda begins with [&]",
+    ),
+    "a lambda of Python": (encoder("float* v = map(g, @lambda x: x);"), "a lambda begins with [&]"),
+    "an array of a type that is one": (
+        encoder("uint4* v = map(g, [&](float x) @{ return 1; });"),
+        "found '{'; expected '->'",
+    ),
     "an if without brackets": (encoder("if (1) @c = concat(g);"), "found 'c'; expected '{'"),
     "a sign the language has not": (encoder("float x = 1 @$ 2;"), "'$' has no meaning here"),
     "a letter of another alphabet": (encoder("float @\u03b1 = 1;"), "'\u03b1' has no meaning here"),

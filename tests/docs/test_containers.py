@@ -139,7 +139,9 @@ def test_the_build_finds_what_it_needs() -> None:
     assert everything.endswith(". .")
     copied = set(first.split()[1:-1])
     project = (ROOT / "pyproject.toml").read_text("utf-8")
-    named = re.findall(r'^(?:readme = "|license-files = \[")([^"]+)"', project, re.MULTILINE)
+    named = re.findall(r'^license-files = \["([^"]+)"', project, re.MULTILINE)
+    build = (ROOT / "setup.py").read_text("utf-8")
+    named += ["setup.py", *re.findall(r'Path\("([^"]+)"\)', build)]
     stamp = re.search(r"^\$\(STAMP\): (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert stamp is not None
     assert copied == {"Makefile", *named, *stamp[1].split()}

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import types
 from pathlib import Path
 
 from ruamel.yaml import YAML
+
+from hipress.session import Session
 
 ROOT = Path(__file__).parents[2]
 CONFIG = YAML(typ="safe").load((ROOT / "mkdocs.yml").read_text("utf-8"))
@@ -51,3 +54,37 @@ def test_links_lead_to_pages_of_the_site() -> None:
 def test_a_file_name_is_a_title() -> None:
     text = "```c a.pse\n[&](x)\n```\n"
     assert hooks.for_site(text, "README.md", set()) == '```c title="a.pse"\n[&](x)\n```\n'
+
+
+def test_the_reference_names_what_exists() -> None:
+    """Catches: a page that `make docs` cannot build, or a name that is not there."""
+    text = (ROOT / "docs" / "api.md").read_text("utf-8")
+    names = re.findall(r"^::: ([\w.]+)$", text.partition("<!--")[0], re.MULTILINE)
+    assert "hipress.attach" in names and len(names) > 10
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__, name
+
+
+INSIDE = set(
+    "is_recording gradients numels rules engine is_open open register use_auto use_overrides "
+    "announce begin_idle pay warn_of_momentum facts begin_step exchange end_step".split()
+)
+"""Members of a session that other modules use, and that are not for users."""
+
+
+def members(text: str) -> set[str]:
+    """The members of a session that the reference lists."""
+    block = text.partition("::: hipress.session.Session\n")[2].partition("\n:::")[0]
+    return set(block.partition("members: [")[2].partition("]")[0].split(", "))
+
+
+def test_the_reference_lists_the_members_of_a_session() -> None:
+    public = {name for name in vars(Session) if not name.startswith("_")}
+    assert public >= INSIDE
+    assert members((ROOT / "docs" / "api.md").read_text("utf-8")) == public - INSIDE
+
+
+def test_members_are_those_of_the_session() -> None:
+    page = "::: hipress.session.Session\n    members: [a, b]\n::: x\n    members: [c]\n"
+    assert members(page) == {"a", "b"}

@@ -319,6 +319,35 @@ def test_16_bits(case: Case, dtype: str) -> None:
     assert torch.equal(acc, (third.to(DEVICE) * decoded).to(SIXTEEN[dtype]))
 
 
+@pytest.mark.parametrize(
+    "expr",
+    [
+        "ef(topk(ratio=0.05), residual=int8)",
+        "ef(blocktopk(k=4, block=256), decay=0.5, residual=bf16)",
+        "momentum(ef(int4, residual=int8), mu=0.5)",
+        "ef(terngrad(clip=0), residual=int8)",
+    ],
+)
+def test_residuals_in_fewer_bits(expr: str) -> None:
+    made = hipress.codec(expr)
+    assert isinstance(made, ProgramCodec)
+    found = []
+    for backend, device in (("reference", "cpu"), ("cpu", "cpu"), ("gpu", DEVICE)):
+        c = made.on_backend(backend)
+        bulk = c.bulk([300, 7])
+        state = c.init(torch.empty(1500, device=device), seed=7, stream=3)
+        many = bulk.init(torch.empty(bulk.numel, device=device))
+        frames = []
+        for step in range(3):
+            x = gaussian(1500, seed=step).mul_(10.0**step).to(device)
+            frames += [c.encode(x, state), bulk.encode(x[: bulk.numel], many)]
+        frames.append(c.merge([frames[-2]], c, 1500, state))
+        held = [*frames, *state.values(), *many.values()]
+        found.append([one.cpu().reshape(-1).view(torch.uint8) for one in held])
+    for right, *others in zip(*found, strict=True):
+        assert all(torch.equal(right, other) for other in others)
+
+
 def test_any_layout_of_the_gradient() -> None:
     c, x = pair("onebit").gpu, gaussian(4620).to(DEVICE)
     payload = c.encode(x, c.init(x))
@@ -700,7 +729,7 @@ def test_lengths_are_checked_on_the_host() -> None:
     for size, wrong in ((n + 200, payload), (n, payload[:-16]), (n, torch.cat([payload] * 2))):
         with pytest.raises(FrameError, match="the frame has .* bytes; onebit"):
             c.decode(wrong, out=torch.empty(size, device=DEVICE))
-    with pytest.raises(UsageError, match="needs out="):
+    with pytest.raises(UsageError, match="give out="):
         c.decode(payload, add=True)
 
 

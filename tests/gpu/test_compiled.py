@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import hipress
+from hipress.codecs import residual
 from hipress.codecs.program import ProgramCodec
 from hipress.compll.ir import Kernel
 from hipress.compll.passes.derive import Variant
@@ -103,6 +104,13 @@ def test_every_kernel_compiles(expr: str) -> None:
     for name, kernel in kernels.items():
         assert f".target sm_{ARCHITECTURE}" in kernel.asm["ptx"], name
         assert kernel.asm["cubin"][:4] == b"\x7fELF", name
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
+def test_stored_residuals_compile(kind: str) -> None:
+    kernels = kernels_of(residual.keeper(kind))
+    assert all(kernel.asm["cubin"][:4] == b"\x7fELF" for kernel in kernels.values())
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

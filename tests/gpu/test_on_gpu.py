@@ -7,6 +7,7 @@ Skipped without one; `pytest -rs` prints why. On a machine with a GPU:
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import hipress
+from hipress.compll.backends.gpu import replay
 from hipress.errors import BackendError, UsageError
 from tests.codecs.cases import CASES, MOMENTUM, WIRE, Case, compiled, gaussian
 from tests.gpu.contract import *  # noqa: F403
@@ -165,6 +167,27 @@ def test_a_graph_of_an_empty_gradient() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(frame, right)
+
+
+def test_a_capture_outlives_graphs_that_are_freed_in_it() -> None:
+    """Catches: the garbage collector frees a dropped codec, and ends a capture under way."""
+    before = {id(one) for one in gc.get_objects() if isinstance(one, replay.Graph)}
+    codec, x = hipress.codec("onebit").on_backend("gpu"), gaussian(70_001).cuda()
+    state, frame = codec.init(x), torch.empty(codec.wire_bytes(70_001)).to("cuda", torch.uint8)
+    for _ in range(4):
+        codec.encode(x, state, out=frame)
+    new = [one for one in gc.get_objects() if isinstance(one, replay.Graph)]
+    new = [one for one in new if id(one) not in before]
+    assert new
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        for one in new:
+            one.__del__()
+            one._handle = 0  # freed once
+        z = y + 1
+    graph.replay()
+    assert torch.equal(z, x + 1 + 1)
 
 
 @some_cases

@@ -31,7 +31,7 @@ class FakeCuda:
         self.started: list[int] = []
         self.nodes: list[tuple[int, ...]] = []
         """Function, programs and arguments of each kernel in a graph."""
-        self.made = 0
+        self.made = self.mode = 0
         self.fails = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -50,6 +50,10 @@ class FakeCuda:
                 args[0]._obj.value = self.made
             if name == "cuGraphLaunch":
                 self.started.append(args[0])
+            if name == "cuThreadExchangeStreamCaptureMode":
+                args[0]._obj.value, self.mode = self.mode, args[0]._obj.value
+            if name in ("cuGraphInstantiateWithFlags", "cuGraphExecDestroy"):
+                assert self.mode == replay.RELAXED  # else it ends a capture in another thread
             return 0
 
         setattr(self, name, call)

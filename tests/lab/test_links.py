@@ -62,13 +62,13 @@ def test_loss(text, part):
         (parse_rate, "fast", "rate 'fast' is not a number and a unit"),
         (parse_rate, "-1gbit", "is not a number and a unit"),
         (parse_rate, "", "rate '' is not a number"),
-        (parse_rate, "0gbit", "rate '0gbit' is outside what can be shaped: from 10kbit to 32gbit"),
-        (parse_rate, "100gbit", "outside what can be shaped"),
+        (parse_rate, "0gbit", "rate '0gbit' cannot be shaped; write one from 10kbit to 32gbit"),
+        (parse_rate, "100gbit", "cannot be shaped"),
         (parse_delay, "5", "delay '5' is not a number and a unit; write 5ms"),
         (parse_delay, "1min", "is not a number and a unit"),
-        (parse_delay, "60s", "delay '60s' is too long: at most 10s"),
+        (parse_delay, "60s", "delay '60s' is too long; write 10s or less."),
         (parse_loss, "0.1", "loss '0.1' is not a percentage; write 0.1%"),
-        (parse_loss, "101%", "loss '101%' is too high: at most 100%"),
+        (parse_loss, "101%", "loss '101%' is too high; write 100% or less."),
     ],
 )
 def test_what_is_refused(parse, text, says):

@@ -54,7 +54,7 @@ def test_hosts_of_a_file(hosts_file):
         ("[fe80::1],[FE80:0::1]", "host FE80:0::1 is there twice"),
         ("-oProxyCommand=x", "host '-oProxyCommand=x' is neither a name nor an address"),
         ("a b", "host 'a b' is neither a name nor an address"),
-        ("-x@a", "user '-x' of host a is not a user's name"),
+        ("-x@a", "user '-x' of host a is not one; write e.g. me@a."),
         ("localhost,b", "the first host is localhost, which the other hosts cannot reach"),
         ("LocalHost.,b", "the first host is LocalHost., which"),
         ("127.1,b", "the first host is 127.1, which"),
@@ -95,7 +95,7 @@ def test_files_that_are_refused(hosts_file, content, says):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
+    with pytest.raises(UsageError, match="cannot be read .No such file or directory.; give"):
         read_hosts(tmp_path / "none.json")
 
 

@@ -437,7 +437,7 @@ def test_a_folder_that_is_gone(run, tmp_path):
     assert done.returncode == 2
     assert done.stderr == (
         "hipress: the current folder does not exist any more (No such file or directory); go "
-        "to another, or name one with --dir\n"
+        "to another, or name one with --dir.\n"
     )
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from hipress.casync.engine.transport import LinkError
 from hipress.casync.ranks import agreement
@@ -26,6 +27,7 @@ from hipress.session.adapter import GradientSpec
 from hipress.session.auto import KEPT_PLANS, Auto
 from hipress.session.buckets import Bucket, Gradient, grouped
 from hipress.session.mode import Mode, StepMode
+from hipress.session.monitor import Monitor
 from hipress.session.policy import Directive, first_directive
 from hipress.session.selection import NONE, Choice
 from hipress.session.session import Session, Settings
@@ -269,11 +271,15 @@ def test_every_change_is_a_line(told):
     lines = run(told, "chosen")["lines"]
     assert lines == [
         "auto, step 0: the first 5 steps run uncompressed so that they can be timed; then plans "
-        "with bf16, int8 are tried.",
+        "with bf16, int8 are tried; no optimizer was given to check.",
         lines[1],
+        lines[2],
     ]
     assert lines[1].endswith(": onebit by ps: 50 ms a step against 100 ms plain.")
+    assert "gradients (98.4 % of the elements) are compressed with onebit: " in lines[2]
+    assert lines[2].endswith(" times fewer bytes than float32.")
     lines = run(told, "slow link")["lines"]
+    assert "gradients (98.4 % of the elements) are compressed with onebit: " in lines.pop()
     assert [line.split(": ", 1)[1] for line in lines[1:]] == [
         "no plan is expected to be faster than plain all-reduce.",
         "a step takes 500 ms instead of 50 ms: it measures and plans again.",
@@ -353,7 +359,7 @@ def auto_of(offered=(), **engine):
     )
     made = Auto(advice)
     made._directive, made._policy = first_directive(5), SimpleNamespace()
-    return made, posted, SimpleNamespace(engine=engine, step=0)
+    return made, posted, SimpleNamespace(engine=engine, step=0, monitor=Monitor())
 
 
 def test_a_plan_that_is_offered_again_outlives_those_since():
@@ -414,7 +420,7 @@ def test_a_link_that_fails_while_all_measure_is_explained():
 
     made._planner.measure = measure
     with pytest.raises(PeerError, match="rank 1 is gone"):
-        made._measure(session)
+        planner.together(session.engine, lambda: made._planner.measure(session))
 
 
 def test_what_makes_no_sense_costs_advice_and_not_the_job(monkeypatch):
@@ -473,7 +479,9 @@ def test_a_model_is_the_median_of_what_ranks_tell():
 def test_the_size_of_buckets_is_told_unless_it_is_the_default():
     """Catches: a step that is simulated with other buckets than it has."""
     for cap_bytes, is_default, told in ((25 * 2**20, True, None), (2**21, False, 2.0)):
-        model = torch.nn.Linear(1, 1)
+        model = DistributedDataParallel.__new__(DistributedDataParallel)
+        torch.nn.Module.__init__(model)
+        model.module = torch.nn.Linear(1, 1)
         model.find_unused_parameters = model.static_graph = False
         model.bucket_bytes_cap, model.bucket_bytes_cap_default = cap_bytes, is_default
         adapter = ddp.DDPAdapter()
@@ -641,7 +649,9 @@ def test_what_is_owed_must_fit_the_model(caplog):
     """Catches: a checkpoint of another model that is found out in the middle of a step, or never;
     what is owed to a frozen parameter, which nobody ever pays."""
     gradients = {"w": SimpleNamespace(numel=4)}
-    exchange = SimpleNamespace(gradients=gradients, untrained=frozenset({"frozen"}))
+    exchange = SimpleNamespace(
+        gradients=gradients, numels={"w": 4}, untrained=frozenset({"frozen"})
+    )
 
     def owed(**values):
         return checkpoint._owed(exchange, {"gradients": {}, "owed": values}, "owed")

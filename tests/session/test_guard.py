@@ -15,6 +15,7 @@ from hipress.session import Adapter, guard, milder
 from hipress.session.guard import Numbers, Tally, Verdict, judge, num_places, numbers, places, sums
 from tests import guarded
 from tests.grid import thinned
+from tests.session.test_nothing_is_lost import warned
 
 SHAPE = (64, 80)
 NUMEL = 64 * 80
@@ -239,8 +240,9 @@ def test_a_wrong_codec_is_left_and_nothing_is_lost(alone, tmp_path, caplog, kind
         given, got = steps_of(run, 50)
     names = {run.gradients[name].choice.codec.name for name in "ab"}
     assert len(names) == 1 and names <= set(milder.LADDER)
-    assert len(caplog.records) == 1
-    text = caplog.records[0].getMessage()
+    (text,) = warned(caplog)
+    (event,) = run.monitor.events  # for hipress top
+    assert text == f"guard, step {event.step}: {event.text}." and event.kind == "guard"
     assert f"from {codec.name} to {names.pop()}: a (cosine" in text and ", b (cosine" in text
     found = run.stats().guard
     assert set(found.overrides) == {"a", "b"} and found.codecs["a"] in milder.LADDER
@@ -261,7 +263,7 @@ def test_a_healthy_codec_stays_and_is_looked_at_ever_more_rarely(alone, codec, c
         for _ in range(600):
             steps_of(run, 1)
             sampled.append(run.guard.is_active)
-    assert not run.stats().guard.overrides and not caplog.records
+    assert not run.stats().guard.overrides and not warned(caplog)
     assert 10 <= sum(sampled) <= 90
     assert set(run.stats().guard.measured) == {"a", "b"}
 

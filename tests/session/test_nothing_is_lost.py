@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import hipress
 from hipress import session
 from hipress.errors import AgreementError, UsageError
-from hipress.session import Adapter, Mode, replicas
+from hipress.session import Adapter, Mode, checkpoint, guard, replicas
 
 SHAPE = (64, 80)
 
@@ -202,6 +203,54 @@ def test_a_bad_number_is_seen_and_nothing_of_it_stays():
     came = averaged(run, gradient(1)) + all_of_it(run)
     assert came.isfinite().all()
     torch.testing.assert_close(came[3, 5], gradient(1)[3, 5], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("int8", 0.3), ("bf16", 0.51)])
+def test_residuals_in_fewer_bits_lose_roundings_only(kind, size):
+    """Catches: a reader of residuals that takes their bytes for numbers, or loses them."""
+    codec = f"ef(topk(ratio=0.01), residual={kind})"
+    adapter = Loop(scale=4.0)
+    run, other = (start(codec, one, min_size=0) for one in (adapter, None))
+    came = sum(averaged(run, 4 * gradient(step)) for step in range(3)) / 4
+    assert 0 < run.engine.states.num_bytes <= 2 * size * 4 * gradient(0).numel() + 32  # both ways
+    adapter.scale = 32.0
+    came += averaged(run, 32 * gradient(3)) / 32
+    seen = SimpleNamespace(name="a", which=slice(3, 5120, 7), gradient=run.gradients["a"])
+    unsent = checkpoint.unsent(run.engine, seen.gradient)[seen.which]
+    assert torch.equal(guard._held(run, seen)[0], unsent) and unsent.any()
+    state = copy.deepcopy(run.state_dict())
+    other.load_state_dict(copy.deepcopy(state))  # a scale of 32 was saved, and there is none now
+    state["world_size"] = 2
+    third = start(codec, Loop(scale=32.0))
+    third.load_state_dict(state)
+    given = sum(map(gradient, range(4)))
+    ends = [all_of_it(run) / 32, all_of_it(other), all_of_it(third) / 32]
+    for end in ends:
+        assert (came + end - given).abs().max() < 0.3  # four roundings of at most 1/64 of 9, twice
+        torch.testing.assert_close(end, ends[0], rtol=0, atol=1e-5)
+    assert (came - given).abs().max() > 3
+
+
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
+def test_a_checkpoint_of_residuals_in_fewer_bits_goes_on_bit_for_bit(kind, tmp_path):
+    """Catches: residuals that are rounded once more, or draws that a restart repeats."""
+    codec = f"ef(onebit, residual={kind})"
+    run = start(codec)
+    for step in range(3):
+        averaged(run, gradient(step))
+    run.save(tmp_path / "sync")
+    whole, shards = start(codec), start(codec)
+    whole.load_state_dict(copy.deepcopy(run.state_dict()))
+    shards.load(tmp_path / "sync")
+    for step in (3, 4):
+        came = averaged(run, gradient(step))
+        assert torch.equal(averaged(whole, gradient(step)), came)
+        assert torch.equal(averaged(shards, gradient(step)), came)
+    plain = start("topk(ratio=0.1)")
+    plain.load(tmp_path / "sync")
+    again = start(codec)
+    again.load(tmp_path / "sync")
+    torch.testing.assert_close(all_of_it(plain), all_of_it(again), rtol=0, atol=1e-6)
 
 
 def test_a_failed_exchange_is_raised_and_its_mean_is_no_number():

@@ -13,6 +13,7 @@ from hipress.plan import Decision, Plan
 from hipress.session import auto, policy
 from hipress.session.adapter import Adapter
 from hipress.session.auto import Auto, note_step_end
+from hipress.session.monitor import Monitor
 from hipress.session.policy import Limits, Outcome, Policy, Turn, Turns
 from hipress.session.timing import StepClock
 
@@ -58,6 +59,7 @@ class Model:
             engine=self.engine,
             adapter=self.adapter,
             settings=SimpleNamespace(warmup_steps=0),
+            monitor=Monitor(),
             step=0,
         )
         self.auto = Auto(
@@ -139,6 +141,13 @@ def test_each_model_decides_from_its_own_steps(time, order, good):
     assert [model.num_measured for model in models] == [1, 1]
     if order is not joint:  # there a step of one contains that of the other
         assert models[good].auto.reason == "onebit: 70 ms a step against 100 ms plain"
+        told = [event.text for event in models[good].session.monitor.events]
+        assert told[-1] == "onebit: 70 ms a step against 100 ms plain."
+        trials = models[good].auto.trials()
+        assert [(one.label, one.is_chosen) for one in trials] == [
+            ("onebit", True), ("plain all-reduce", False),
+        ]  # fmt: skip
+        assert [one.step_s for one in trials] == pytest.approx([0.07, 0.1])
         assert models[1 - good].auto.reason.startswith("plain all-reduce: 100 ms a step")
 
 

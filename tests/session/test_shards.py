@@ -1,6 +1,5 @@
 """Checkpoints in shards, also loaded by `auto`: one rank, whose mean is what it gave."""
 
-import logging
 import re
 
 import pytest
@@ -163,13 +162,21 @@ def test_what_is_no_checkpoint_changes_nothing(tmp_path):
     )
 
 
-def test_a_session_that_is_not_enabled_says_so(tmp_path, caplog):
-    """Catches: a comparison run that ends at its first checkpoint."""
-    run = start(enabled=False)
-    with caplog.at_level(logging.WARNING, "hipress"):
-        run.save(tmp_path / "sync")
-        run.load(tmp_path / "sync")
-    assert "nothing is saved" in caplog.text and "are ignored" in caplog.text
+def test_a_session_that_does_nothing_pays_and_saves_what_is_owed(tmp_path):
+    """Catches: a comparison run that ends at its first checkpoint, or loses the residuals."""
+    run, came = stepped()
+    run.save(tmp_path / "sync")
+    idle = start(enabled=False)
+    idle.load(tmp_path / "sync")
+    assert idle.step == 3 and list(idle.owed) == ["a"]
+    idle.save(tmp_path / "again")
+    back = start()
+    back.load(tmp_path / "again")
+    for other in (idle, back):
+        found = came + averaged(other, gradient(3)) + averaged(other, gradient(4))
+        assert not other.owed
+        found += torch.zeros(SHAPE) if other is idle else all_of_it(other)
+        torch.testing.assert_close(found, sum(map(gradient, range(5))), rtol=0, atol=1e-4)
 
 
 def foreign_file(folder):

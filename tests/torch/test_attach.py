@@ -4,11 +4,16 @@ Starting a rank takes seconds, so one job runs all scenarios (see `scripts/ddp.p
 what each has told. The docstring of a test says what would make it fail.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import hipress
+from hipress.cli.main import main
+from hipress.plan import Plan
+from hipress.profile import Profile
 from tests import scenarios
 from tests.grid import selected, thinned
 
@@ -62,21 +67,27 @@ def told(request, tmp_path_factory):
         ],
         [
             *({"id": name, "do": name, "ranks": 2}
-              for name in ("kinds", "hook_pair", "disabled", "decayed", "refused", "different",
-                           "drifted", "unfrozen", "twice", "dropped")),
+              for name in ("kinds", "hook_pair", "disabled", "own_ddp", "decayed", "refused",
+                           "different", "drifted", "unfrozen", "twice", "dropped")),
             *({"id": f"scaled {codec}", "do": "scaled", "ranks": 2, "codec": codec}
               for codec in SCALED),
             {"id": "warmup", "do": "warmup", "ranks": 2, "steps": 2},
             {"id": "compiled", "do": "compiled", "ranks": 2, "backend": "aot_eager"},
             {"id": "figures", "do": "figures", "ranks": 4},
             {"id": "several", "do": "several", "ranks": 3},
+            {"id": "profiled", "do": "profiled", "ranks": 2, "folder": folder},
         ],
         [
             {"id": "dies", "do": "dies", "ranks": 3, "codec": "onebit", "strategy": "ps",
              "env": {"HIPRESS_TIMEOUT": str(TIMEOUT_S)}},
         ],
+        [
+            {"id": "absent", "do": "absent", "ranks": 2, "env": {"HIPRESS_TIMEOUT": "3"}},
+        ],
     ]  # fmt: skip
-    return scenarios.play(SCRIPT, *stages)
+    found = scenarios.play(SCRIPT, *stages)
+    found.folder = Path(folder)
+    return found
 
 
 def one(values):
@@ -302,7 +313,7 @@ def test_a_bare_hook_trains_and_goes_on(told):
 def test_a_dropped_model_ends_its_engine(told):
     """Catches: threads and buffers of models that are gone, as `auto` times them or a bare hook."""
     for found in told.results("dropped", range(2)):
-        assert found == [[0, 0]] * 4
+        assert found == [[0, 0]] * 5
 
 
 def test_compiled_models(told):
@@ -325,7 +336,77 @@ def test_enabled_false_is_plain_ddp(told):
         assert found["hooks"] == 0
         assert found["stats"] == [0, 0, 1.0, 0]
         assert {"version", "gradients", "step"} <= set(found["state"])
-        assert found["timeline"][0] == "UsageError"
+        assert found["timeline"][0] == "nothing"
+        assert found["idle"] == [
+            None, ["facts"], "hipress does nothing: enabled=False was given."
+        ]  # fmt: skip
+
+
+def test_a_module_is_put_in_ddp(told):
+    """Catches: ranks that train apart, each with its own module, or a model that is dropped."""
+    for found in told.results("own_ddp", range(2)):
+        for explicit, own, kind, same in found.values():
+            assert explicit == own and kind == "DistributedDataParallel" and same
+
+
+LAUNCHED = """
+import torch, hipress
+sync = hipress.attach(torch.nn.Linear(128, 64), "onebit")
+sync.model(torch.ones(2, 128)).sum().backward()
+print(type(sync.model).__name__, torch.distributed.get_world_size(), sync.step)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_ranks_of_a_launcher_are_joined():
+    """Catches: ranks of torchrun that each take themselves for the only process."""
+    command = ["-m", "hipress", "run", "--nproc", "2", "--", sys.executable, "-c", LAUNCHED]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, check=True
+    )
+    lines = [f"[rank {rank}] DistributedDataParallel 2 1" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == lines
+    line, unchecked = [line for line in done.stderr.splitlines() if "hipress: " in line]
+    assert line.startswith("[rank 0] hipress: 1 of 2 gradients (99.2 % of the elements) are comp")
+    assert "which could not be checked" in unchecked
+
+
+@pytest.mark.parametrize(("name", "codec"), [("p", "onebit"), ("auto", "int8")])
+def test_a_running_job_is_profiled(told, name, codec, tmp_path):
+    """Catches: a profile of another model, without its network, or that `plan` cannot read."""
+    results = told.results("profiled", range(2))
+    one([result["bits"] for result in results])
+    found = Profile.load(told.folder / f"{name}.json")
+    assert found.network.num_ranks == 2 and found.network.bytes_per_s > 1e5
+    assert [costs.codec for costs in found.codecs] == ["none", codec]
+    assert "a running job of 2 ranks, hipress" in found.made
+    model = found.model
+    assert model.name == "Sequential" and model.num_elements == 42_920
+    assert model.gradients[0].name.startswith("5.") and model.gradients[-1].name.startswith("0.")
+    assert model.backward_s >= model.gradients[-1].ready_s > model.gradients[0].ready_s > 0
+    assert model.forward_s > 0 and model.rest_s > 0
+    assert {name for bucket in model.buckets for name in bucket} == {
+        g.name for g in model.gradients
+    }
+    plan = tmp_path / "plan.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--profile", str(told.folder / f"{name}.json"), "-o", str(plan)])
+    assert ended.value.code == 0
+    assert set(Plan.load(plan).gradients) == {gradient.name for gradient in model.gradients}
+
+
+def test_a_profile_that_cannot_be_made_is_refused_on_all_ranks(told):
+    """Catches: ranks that measure while rank 0 cannot write, or that wait for each other."""
+    found = told.results("profiled", range(2))
+    assert not any(result["early"] for result in found)
+    refused = one([result["refused"] for result in found])
+    assert [kind for kind, _, _ in refused] == ["UsageError"] * 5
+    said = [text for _, text, _ in refused]
+    assert said[0].endswith("not does not exist; make it, or give another path.")
+    assert said[1] == "steps is 3; give a whole number from 4 on: the first 2 do not count."
+    assert said[2].startswith("no codec 'onebitt'")
+    assert said[3] == "codecs is 'int8'; give a list of them, e.g. ['int8', 'onebit']."
+    assert said[4].endswith("p.json already; wait until it is written.")
 
 
 def test_several_models_at_once(told):
@@ -443,26 +524,66 @@ def test_figures_are_logged_on_rank_0(told):
     results = [result["onebit"] for result in told.results("figures", range(4))]
     assert [found["lines"] for found in results[1:]] == [[]] * 3
     assert [found["scalars"] for found in results[1:]] == [[]] * 3
-    first, *steps = results[0]["lines"]
-    assert first == [
-        "INFO", "3 of 8 gradients (98.4 % of the elements) are compressed with onebit."
-    ]  # fmt: skip
+    first, unchecked, *steps = results[0]["lines"]
+    assert unchecked[0] == "WARNING"
+    assert unchecked[1].startswith("onebit depends on the optimizer, which could not be checked")
+    level, text = first
+    start, _, rest = text.partition(": ")
+    assert (level, start) == (
+        "INFO", "3 of 8 gradients (98.4 % of the elements) are compressed with onebit"
+    )  # fmt: skip
+    told_ratio, _, rest = rest.partition(" ")
+    assert rest == "times fewer bytes than float32; no optimizer was given to check."
+    # What the ranks have sent in the end, within the rounding of the text and headers of frames.
+    sent = sum(found["sent"] for found in results)
+    ratio = sum(found["ratio"] * found["sent"] for found in results) / sent
+    assert float(told_ratio) == pytest.approx(ratio, rel=0.05)
     assert [level for level, _ in steps] == ["INFO", "INFO"]
     assert steps[0][1].startswith("step 2: ") and steps[1][1].startswith("step 4: ")
-    assert "x less than plain" in steps[1][1]
+    end = "times fewer bytes than float32; "
+    assert f"{end}no step was timed, because kernels were compiled; memory" in steps[0][1]
+    assert f"{end}time per step: decode " in steps[1][1]
     scalars = {(tag, step): value for tag, value, step in results[0]["scalars"]}
     assert {step for _, step in scalars} == {2, 4}
-    assert scalars["hipress/sent_bytes_per_step", 4] == results[0]["sent"] / 4
-    assert scalars["hipress/ratio", 4] == results[0]["ratio"]
+    # Two steps each: what a line says is of the steps since the last one.
+    halves = [scalars["hipress/sent_bytes_per_step", step] for step in (2, 4)]
+    assert 2 * sum(halves) == results[0]["sent"]
+    ratios = [scalars["hipress/ratio", step] for step in (2, 4)]
+    plain = sum(2 * half * ratio for half, ratio in zip(halves, ratios, strict=True))
+    assert plain == pytest.approx(results[0]["ratio"] * results[0]["sent"])
+    assert ("hipress/seconds_per_step/encode", 2) not in scalars  # kernels were compiled
     assert scalars["hipress/memory_bytes", 4] >= results[0]["state"]
     assert scalars["hipress/seconds_per_step/encode", 4] > 0
+
+
+def test_printed_figures_are_five_lines(told):
+    """Catches: a dump of every gradient, and times of steps in which kernels were compiled."""
+    found = told.results("figures", range(1))[0]["onebit"]
+    assert found["timed"] == 2  # of 4: DDP makes its buckets anew after the first
+    lines = found["printed"].splitlines()
+    assert len(lines) == 5
+    assert lines[0] == (
+        f"4 steps: {found['sent'] / 1e6:.3f} MB sent, {found['received'] / 1e6:.3f} MB received, "
+        f"{found['messages']} messages"
+    )
+    sent = found["sent"] / 4e6
+    assert lines[1] == (
+        f"{sent:.3f} MB sent per step: this rank sent {found['ratio']:.1f} times fewer bytes than "
+        "float32"
+    )
+    assert lines[2].startswith("time per step: decode ") and " ms, encode " in lines[2]
+    encode_ms = 1e3 * found["verbs"]["encode"] / 2
+    assert f"encode {encode_ms:.1f} ms" in lines[2]
+    assert lines[3].startswith("memory: 0.") and lines[3].endswith(" MB of buffers")
+    assert lines[4] == f"3 of 8 gradients are compressed; not compressed: 5 ({EXEMPT})"
 
 
 # --- errors ---------------------------------------------------------------------------------------
 
 REFUSED = {
-    "module": "attach was given a Sequential; it takes a DistributedDataParallel: wrap it first",
-    "text": "attach was given a str; it takes a DistributedDataParallel",
+    "frozen": "the model has no parameter that is trained; there is nothing to attach.",
+    "parallel": "which is or holds a DataParallel; DataParallel is not supported: give the module",
+    "text": "attach was given a str; give a torch.nn.Module, in DDP or not.",
     "codec": "did you mean 'onebit'?",
     "kind": "codec is 3; give an expression such as 'onebit', or a codec.",
     "strategy": "strategy 'rng' (did you mean 'ring'?) is none of ps, ring, hierarchical, allred",
@@ -542,6 +663,12 @@ def test_the_check_calls_parameters_as_all_else_does(told):
     """Catches: a name that neither stats nor plans nor checkpoints know."""
     _, (_, text, _) = told.results("drifted", range(1))[0]
     assert "parameter '3.weight' differs on rank 1 from rank 0;" in text
+
+
+def test_a_rank_that_does_not_attach_is_named_in_time(told):
+    """Catches: a DDP that is made before all ranks are there, which torch awaits for minutes."""
+    kind, text, *_ = told.results("absent", range(1))[0]
+    assert kind == "PeerError" and "rank 1" in text and "3 s" in text
 
 
 def test_a_dead_rank_ends_backward_with_our_error(told):

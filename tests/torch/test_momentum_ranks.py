@@ -22,6 +22,7 @@ def told(request, tmp_path_factory):
             {"id": "agree", "do": "agree", "ranks": 4, "cases": cases},
             {"id": "first", "do": "first_half", "ranks": 3, "folder": folder},
             {"id": "detached", "do": "detached", "ranks": 2},
+            {"id": "other state", "do": "other_state", "ranks": 2},
         ],
         [
             {"id": f"second {shards}", "do": "second_half", "ranks": 2, "folder": folder,
@@ -68,3 +69,11 @@ def test_fewer_ranks_go_on_with_the_unsent_momentum(told, shards):
 def test_ranks_without_state_flush_momentum_too(told):
     """Catches: ranks that disagree on what a flush sends; only one of a host holds state."""
     assert len(set(told.results("detached", range(2)))) == 1
+
+
+def test_ranks_that_loaded_different_state_say_so(told):
+    """Catches: ranks that wait for each other, since only one of them refreshes."""
+    for kind, text in told.results("other state", range(2)):
+        assert kind == "AgreementError"
+        assert "the optimizer's state ('4 steps, 3 refreshes, the last in step 3 (3 like" in text
+        assert "'3 steps, 3 refreshes" in text and "on rank 1" in text

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+import hipress
 from hipress.casync.ranks.agreement import Agreement
 from hipress.errors import UsageError
 from hipress.session import trace as tracing
@@ -168,6 +169,13 @@ def test_steps_of_all_ranks_are_in_one_file(tmp_path, caplog):
         end = drawn(trace, "wait", rank=rank)[-1]
         for one in drawn(trace, rank=rank):
             assert first_ts <= one["ts"] <= end["ts"] + end["dur"]
+        rows = [
+            one["args"]["name"]
+            for one in trace["traceEvents"]
+            if one["name"] == "thread_name" and one["pid"] == rank + 1
+        ]
+        assert rows[:2] == ["model", "buckets"] and rows[-2:] == ["send", "recv"]
+        assert all(row.startswith("compute") for row in rows[2:-2])
     for one in summary(trace):
         assert {"forward", "backward", "wait", "encode", "recv"} <= one.verb_s.keys()
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
@@ -369,6 +377,37 @@ def test_under_ddp(tmp_path):
     first, last = drawn(trace, "backward")[0], drawn(trace, "wait")[0]
     for one in drawn(trace, "bucket 0 ready")[:1]:
         assert first["ts"] <= one["ts"] <= last["ts"] + last["dur"]
+
+
+@pytest.mark.parametrize(("start", "first"), [(0, 3), (5, 5)])
+def test_nothing_is_recorded_before_kernels_are_compiled_and_auto_has_decided(
+    tmp_path, start, first
+):
+    """Catches: a timeline of compilation, or of a plan that is only tried."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        module = DistributedDataParallel(model())
+        sync = hipress.attach(module, "onebit", min_size=0)
+        path = tmp_path / "t.json"
+        sync.timeline(str(path), steps=2, start=start)
+        for step in range(8):
+            assert path.exists() == (step >= first + 2)
+            module(torch.ones(3, 8)).sum().backward()
+            assert (sync.engine.executor.events is not None) == (step == first)
+        assert order(load(path), "forward") == [("forward", 0), ("forward", 1)]
+        for bad in (-1, 1.5, True):
+            with pytest.raises(UsageError, match=f"start is {bad}; give a number of steps"):
+                sync.timeline(str(path), start=bad)
+        module = DistributedDataParallel(model())
+        sync = hipress.attach(module)
+        sync.timeline(str(tmp_path / "auto.json"), steps=1)
+        for phase in ("measure", "trial", "plain"):
+            sync.auto.phase = phase
+            for _ in range(3):
+                module(torch.ones(3, 8)).sum().backward()
+            assert (tmp_path / "auto.json").exists() == (phase == "plain")
+    finally:
+        dist.destroy_process_group()
 
 
 # --- the end --------------------------------------------------------------------------------------

@@ -51,10 +51,10 @@ def test_the_rise_is_straight_and_its_first_step_is_not_lost():
         ({"decay": -1.0}, "--lr-decay is -1; it must be above 0."),
         ({"warmup_rate": -0.1}, "--warmup-lr is -0.1; it must be 0 or more."),
         ({"warmup_epochs": 3.0}, "--warmup-epochs is 3 and the run has 2"),
-        ({"mode": "step"}, "--lr-mode step needs --lr-decay-epochs, e.g. 50,80."),
+        ({"mode": "step"}, "--lr-mode step needs epochs; give --lr-decay-epochs, e.g. 50,80."),
         ({"decay_epochs": (1.0,)}, "--lr-decay-epochs needs --lr-mode step; it is 'constant'."),
-        ({"mode": "step", "decay_epochs": (2.0, 1.0)}, "2,1 must be above 0 and rising"),
-        ({"mode": "step", "decay_epochs": (0.0,)}, "0 must be above 0 and rising"),
+        ({"mode": "step", "decay_epochs": (2.0, 1.0)}, "2,1 is not above 0 and rising; give e.g."),
+        ({"mode": "step", "decay_epochs": (0.0,)}, "0 is not above 0 and rising"),
     ],
 )
 def test_refusals(options, sentence):
@@ -84,8 +84,11 @@ def test_length_of_a_run():
         ({"clip_norm": 0.0}, "--clip-norm is 0; it must be above 0."),
         ({"nesterov": True, "momentum": 0.0}, "--nesterov needs"),
         ({"nesterov": True, "optimizer": "adam"}, "--nesterov needs"),
-        ({"resume": True}, "--resume needs --checkpoint DIR"),
-        ({"checkpoint_every": 5}, "--checkpoint-every needs --checkpoint DIR"),
+        ({"resume": True}, "--resume needs a checkpoint; give --checkpoint DIR"),
+        (
+            {"checkpoint_every": 5},
+            "--checkpoint-every needs a folder to write to; give --checkpoint DIR",
+        ),
         ({"plan": "p.json", "codec": "onebit"}, "--plan decides codec and strategy"),
         ({"codec": "uncompressed", "strategy": "ps"}, "so --strategy has nothing to act on"),
         ({"codec": "uncompressed", "timeline": "t.json"}, "so --timeline has nothing to act on"),

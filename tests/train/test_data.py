@@ -276,7 +276,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown": (
         lambda folder: ask("Cifar10"),
         r"no data set 'Cifar10' \(did you mean 'cifar100'\?\); there are: digits, synthetic, "
-        r"fashion-mnist, cifar100, imagefolder, text, parallel-text; choose one\.",
+        r"fashion-mnist, cifar100, imagefolder, text, parallel-text; choose one, or "
+        r"name your own as package\.module:callable\.",
     ),
     "far from any name": (lambda folder: ask("???"), r"no data set '\?\?\?'; there are: digits"),
     "no folder": (
@@ -302,23 +303,23 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "images for text": (
         lambda folder: ask("digits", task="language"),
-        r"the model trains on text and digits has images with labels; choose --data synthetic or "
-        r"--data text FILE\.",
+        r"the model trains on text and digits has images with labels; choose --data synthetic, "
+        r"--data text FILE or your own, --data package\.module:callable\.",
     ),
     "text for pairs": (
         lambda folder: ask("text", Path("a"), task="translate"),
-        r"the model trains on pairs of lines and text has one text; choose --data synthetic or "
-        r"--data parallel-text SOURCE TARGET\.",
+        r"the model trains on pairs of lines and text has one text; choose --data synthetic, "
+        r"--data parallel-text SOURCE TARGET or your own, --data package\.module:callable\.",
     ),
     "digits for two domains": (
         lambda folder: ask("digits", task="style"),
         r"the model trains on images of two domains and digits has images with labels; choose "
-        r"--data synthetic or --data imagefolder DIR\.",
+        r"--data synthetic, --data imagefolder DIR or your own, --data package\.module:callable\.",
     ),
     "nothing to draw with": (
         lambda folder: ask("synthetic"),
         r"synthetic data is drawn by the model, and this model has no data of its own; choose "
-        r"--data digits, .* or --data parallel-text SOURCE TARGET\.",
+        r"--data digits, .*, --data parallel-text SOURCE TARGET or your own, --data ",
     ),
     "tokens": (
         lambda folder: data.open_data("text", [Path("a")], tokens="letters"),
@@ -394,7 +395,7 @@ def test_a_package_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingDependencyError, match=rf'{package}.*"hipress\[data\]"'):
+    with pytest.raises(MissingDependencyError, match=f"pip install {package}$"):
         ask(name, *([tmp_path] if name == "imagefolder" else []))
 
 

@@ -24,18 +24,21 @@ def test_gradients_travel_through_the_codec_as_it_was_named(name: str) -> None:
 @pytest.mark.parametrize("name", names())
 def test_with_adamw_momentum_travels_unless_sizes_are_kept(name: str) -> None:
     found = sent(name, "adamw", RECOMMENDED)
-    assert found.is_momentum == (name not in ("none", "fp16", "bf16", "int8", "int4"))
+    keeps_sizes = name in ("none", "fp16", "bf16", "int8", "int4")
+    has_no_feedback = name in ("terngrad", "minmax", "dithering")
+    assert found.refreshes != keeps_sizes
+    assert found.is_momentum == (not keeps_sizes and not has_no_feedback)
     assert found.codec is not None and not has_momentum(found.codec)
 
 
-@pytest.mark.parametrize("name", ["onebit", "onebit(block=256)", "ef(onebit(ef=false))"])
-def test_with_sgd_signs_are_those_of_momentum(name: str) -> None:
+@pytest.mark.parametrize("name", ["onebit(block=256)", "ef(onebit(ef=false))", "topk", "blocktopk"])
+def test_with_sgd_signs_and_largest_are_those_of_momentum(name: str) -> None:
     found = sent(name, "sgd", RECOMMENDED)
     assert found.codec is not None and has_momentum(found.codec) and not found.is_momentum
     assert "residual" in found.codec.state_names
 
 
-@pytest.mark.parametrize("name", ["int8", "topk", "terngrad", "dgc", "momentum(onebit)"])
+@pytest.mark.parametrize("name", ["int8", "terngrad", "dgc", "momentum(onebit)", "momentum(topk)"])
 def test_with_sgd_other_codecs_stay_as_they_are(name: str) -> None:
     assert sent(name, "sgd", RECOMMENDED).text == sent(name, "sgd", GRADIENT).text
 

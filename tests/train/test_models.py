@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hipress.errors import UsageError
 from hipress.train.data import synthetic
-from hipress.train.models import MODELS, Model, model, names
+from hipress.train.models import MODELS, Model, model, names, timed
 from hipress.train.models.inception import inception_v3
 from hipress.train.models.lstm import Lstm
 from hipress.train.models.resnet import resnet
@@ -754,6 +754,12 @@ def needs_more(num_classes, width):
 
 def no_module(vocabulary=5):
     return [vocabulary]
+
+def fails():
+    return torch.zeros(2) + torch.zeros(3)
+
+def frozen():
+    return torch.nn.Linear(4, 2).requires_grad_(False)
 """
 
 
@@ -763,6 +769,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = "own_models_of_a_test"
     (tmp_path / f"{name}.py").write_text(OWN)
     (tmp_path / f"{name}_2.py").write_text("import no_such_package_of_mine\n")
+    (tmp_path / f"{name}_3.py").write_text("\nnumber = 1 / 0\n")
+    (tmp_path / f"{name}_4.py").write_text("raise SystemExit(2)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -824,8 +832,40 @@ def test_a_model_of_the_users_own(
             "{own}:no_module",
             "returned list and not a torch.nn.Module; name a callable that does.",
         ),
+        (
+            "{own}_3:Net",
+            ": module '{own}_3' cannot be imported: ZeroDivisionError: division by zero "
+            "({own}_3.py, line 2); correct it.",
+        ),
+        (
+            "{own}_4:Net",
+            ": module '{own}_4' ends the program when it is imported; put its main part under if "
+            "__name__ == '__main__'.",
+        ),
+        (
+            "{own}:fails",
+            "failed: RuntimeError: The size of tensor a (2) must match the size of tensor b (3) at "
+            "non-singleton dimension 0 ({own}.py, line 23); correct it.",
+        ),
+        (
+            "{own}:frozen",
+            "has no parameter that is trained, so it has no gradients to exchange; set "
+            "requires_grad of some parameters to True.",
+        ),
     ],
-    ids=["form", "module", "import", "attribute", "call", "arguments", "result"],
+    ids=[
+        "form",
+        "module",
+        "import",
+        "attribute",
+        "call",
+        "arguments",
+        "result",
+        "import-fails",
+        "import-ends",
+        "fails",
+        "frozen",
+    ],
 )
 def test_a_wrong_model_of_the_users_own(own: str, name: str, message: str) -> None:
     name, message = name.format(own=own), message.format(own=own)
@@ -835,16 +875,26 @@ def test_a_wrong_model_of_the_users_own(own: str, name: str, message: str) -> No
     assert str(caught.value) == start + (message if message.startswith(":") else f" {message}")
 
 
-def test_a_model_of_the_users_own_has_no_synthetic_data(own: str) -> None:
+def test_the_current_folder_is_searched_first(own: str, tmp_path: Path) -> None:
+    """Catches: an installed package that hides a user's file of the same name."""
+    before = [entry for entry in sys.path if entry]
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    (other / f"{own}.py").write_text("number = 4")
+    sys.path[:] = [str(other), *before]
+    assert isinstance(model(f"{own}:Net").make(), nn.Linear)
+
+
+def test_a_model_of_the_users_own_has_no_made_up_data(own: str) -> None:
     with pytest.raises(UsageError) as caught:
-        model(f"{own}:Net").data(rank=0)
+        timed(f"{own}:Net")
     assert str(caught.value) == (
-        f"there is no made-up data for the model '{own}:Net'; name a model of the table, or train "
-        "this one with data of its own."
+        f"model '{own}:Net' is your own, which has no made-up data to time it with; name yours "
+        "with --data package.module:callable (https://hipress.readthedocs.io/en/latest/models/)."
     )
 
 
-# --- docs/models.md ------------------------------------------------------------------------------
+# --- docs/models.md -----------------------------------------------------------------------------
 
 HEADER = ("name", "parameters", "gradients", "largest", "MiB", "data shape", "source")
 

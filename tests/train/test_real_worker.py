@@ -65,4 +65,5 @@ def test_momentum_is_off_where_the_codec_brings_its_own(
         assert worker.sync.rules.strategy == "ring"
         assert worker.sync.stats().num_compressed == 2
     worker.close()
-    assert "momentum" not in caplog.text  # attach has nothing to warn of
+    assert "counts twice" not in caplog.text
+    assert ("overshoots" in caplog.text) == (expression == "onebit")  # as measured and known

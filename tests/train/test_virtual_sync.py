@@ -184,7 +184,7 @@ BETAS = (0.8, 0.9)
 def exchange_of(expression: str, **options: int) -> tuple[VirtualSync, AdamW]:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
     optimizer = AdamW(parameters, lr=0.01, betas=BETAS, **options)
-    what = Sent(codec=hipress.codec(expression), is_momentum=True)
+    what = Sent(codec=hipress.codec(expression), refreshes=True)
     sync = VirtualSync(what, parameters, num_workers=NUM_WORKERS, optimizer=optimizer)
     return sync, optimizer
 
@@ -201,7 +201,7 @@ def play(sync: VirtualSync, optimizer: AdamW, step: int) -> list[torch.Tensor]:
 
 def test_ordinary_steps_send_momentum_and_refreshes_gradients() -> None:
     """Without loss: b1 * M + (1 - b1) * g, which becomes M; exempt parameters get gradients."""
-    sync, optimizer = exchange_of("none", refresh_warmup=2, refresh_every=3)
+    sync, optimizer = exchange_of("topk(ratio=1.0, exact=true)", refresh_warmup=2, refresh_every=3)
     parameters = optimizer.param_groups[0]["params"]
     is_refresh = [True, True, False, False, True, False]
     for step, refreshes in enumerate(is_refresh):

@@ -60,10 +60,10 @@ def test_sizes_of_models(model: str, optimizer: str, num_parameters: int) -> Non
     ("arguments", "says"),
     [
         (("digits", "cnm"), "--model 'cnm' is none of mlp, cnn, resnet, gpt; choose one."),
-        (("digits", "cnn"), "no data set 'digits'; there are: fashion-mnist."),
+        (("digits", "resnet"), "no data set 'digits'; there are: fashion-mnist."),
         (("tiny-shakespeare", "gpt", "sgd"), "'sgd' is not one that gpt .* choose adamw."),
         (("fashion-mnist", "resnet", "adam"), "'adam' is not one .* choose sgd or adamw."),
-        (("digits", "mlp", "adamw"), "'adamw' is not one that mlp .* choose sgd."),
+        (("digits", "mlp", "adamw"), "'adamw' is not one that mlp .* choose sgd or plain-sgd."),
     ],
 )
 def test_tasks_that_there_are_not(arguments: tuple[str, ...], says: str) -> None:
@@ -77,6 +77,17 @@ def test_every_task_can_be_asked_for() -> None:
         found = LARGER[model, optimizer]
         assert task(found.data, model, optimizer) == found
         assert (found.model, found.optimizer) == (model, optimizer)
+
+
+def test_plain_sgd_has_no_momentum() -> None:
+    """Catches: figures of SGD without momentum that are those of SGD with it."""
+    data = replace(images(), has_channels=False)
+    for optimizer, expected in (("sgd", {0.9}), ("plain-sgd", {0.0})):
+        found = task("fashion-mnist", "mlp", optimizer)
+        workers = VirtualWorkers("onebit", found, data, seed=0, num_workers=1)
+        assert {group["momentum"] for group in workers.optimizer.param_groups} == expected
+    small = task("digits", "cnn", "sgd")
+    assert (small.data, small.num_steps, small.batch, small.rate) == ("digits", 300, 8, 0.05)
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def machine_facts() -> dict[str, str | int]:
     facts["hipress"] = __version__
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
-    facts["date_utc"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    facts["date_utc"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return facts
 
 

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -23,11 +22,10 @@ from hipress.casync.engine.engine import Engine
 from hipress.probe import codec_costs, links
 from hipress.profile import ModelProfile, Profile
 from hipress.session.groups import engine_of
+from hipress.session.profiler import made_on
 from hipress.session.timing import measure_errors, merged
 from hipress.torch.ddp import named_gradients, time_gradients
-from hipress.train.models import Model, model
-from hipress.train.tasks import TASKS
-from hipress.version import __version__
+from hipress.train.models import Model, timed
 
 WARM_UP_STEPS = 2
 MIN_STEPS, MAX_STEPS, STEPS_S = 4, 24, 4.0
@@ -48,6 +46,8 @@ class ProfileBenchmark(ClusterBenchmark):
     """What all ranks measure; `num_hosts` is 0 inside a job."""
 
     model: str | None
+    data: str | None = None
+    """The user's own data, package.module:callable; None is the model's."""
     batch: int | None
     """Examples per rank and step; None is the model's own."""
     codecs: tuple[str, ...]
@@ -90,9 +90,8 @@ def measure(benchmark: ProfileBenchmark, device: torch.device, on_part: OnPart) 
     on_part(1.0, "done")
     if engine.transport.rank != 0:
         return None
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     return Profile(
-        made=f"{date}, {benchmark.where}, hipress {__version__}, torch {torch.__version__}",
+        made=made_on(benchmark.where),
         machine=machine,
         network=network,
         codecs=codecs,
@@ -111,7 +110,7 @@ def _model(
 
     DDP's own work belongs to a step, and DDP shows how it groups gradients into buckets.
     """
-    line = model(benchmark.model or "")
+    line = timed(benchmark.model or "", benchmark.data)
     batch = tuple(
         part.to(engine.device) for part in line.data(engine.transport.rank, benchmark.batch)
     )
@@ -153,7 +152,7 @@ def _model(
 
 class _ModelSteps:
     def __init__(self, line: Model, net: nn.Module, device: torch.device) -> None:
-        self._loss = TASKS[line.task or ""].loss
+        self._loss = line.learning_task.loss
         self._net = net
         self._device = device
         self._optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -177,7 +176,7 @@ class _ModelSteps:
 def time_model(
     line: Model, name: str, batch: int, device: torch.device
 ) -> tuple[ModelProfile, int]:
-    """Times a few steps of a built-in model in this process, without ranks.
+    """Times a few steps of a model in this process, without ranks.
 
     Returns the model with the work of all examples, and how many examples the steps had.
     """

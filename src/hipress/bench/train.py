@@ -42,8 +42,7 @@ from hipress.bench.timing import Timing
 from hipress.errors import UsageError, did_you_mean
 from hipress.session.buckets import has_momentum
 from hipress.torch import Sync
-from hipress.train.models import model
-from hipress.train.tasks import TASKS
+from hipress.train.models import timed
 
 COMPUTE = "compute"
 """The variant without any exchange: the bound."""
@@ -63,6 +62,8 @@ class TrainBenchmark(ClusterBenchmark):
     """What all ranks measure."""
 
     model: str
+    data: str | None = None
+    """The user's own data, package.module:callable; None is the model's."""
     batch: int
     steps: int
     hooks: tuple[str, ...]
@@ -228,10 +229,10 @@ class _TrainWorker(ClusterWorker[_Variant]):
         super().__init__(benchmark, (1 + benchmark.repeats) * num_variants)
         self.benchmark = benchmark
         self.num_calls = benchmark.steps
-        line = model(benchmark.model)
+        line = timed(benchmark.model, benchmark.data)
         data = line.data(dist.get_rank(), benchmark.batch)
         self.batch = tuple(part.to(self.device) for part in data)
-        self.loss = TASKS[line.task or ""].loss
+        self.loss = line.learning_task.loss
         self.model: nn.Module = line.make().to(self.device)
         self.candidates = [
             self._hooked(COMPUTE, Hook(register=_register_nothing)),

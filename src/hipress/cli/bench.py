@@ -18,6 +18,7 @@ from hipress.cli.options import (
 )
 from hipress.errors import UsageError
 from hipress.units import parse_size
+from hipress.version import docs_url
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -34,7 +35,8 @@ what it left out, as the mean of {num_steps} shows. terngrad, minmax and ditheri
 their errors cancel over steps and workers. tbq sends nothing until an element has gathered tau, 0.5
 by default, more than this gradient has; dgc sends gathered momentum, larger than the gradient.
 
-Next: docs/compll.md shows how a codec is written, and `hipress bench codecs` times them on 100 MB.
+Next: {compll} shows how a codec is written, and `hipress bench codecs` times
+them on 100 MB.
 """
 
 
@@ -68,7 +70,11 @@ def gradient(json: JsonFile = None) -> None:
     ]
     title = f"The gradient of an MLP on digits, {taken.numel() / 1e6:.1f}M parameters, one thread"
     ui.print_table(title, columns, rows, to_stderr=output.is_stdout)
-    typer.echo(LEGEND.format(num_steps=num_steps), err=output.is_stdout, nl=False)
+    typer.echo(
+        LEGEND.format(num_steps=num_steps, compll=docs_url("compll")),
+        err=output.is_stdout,
+        nl=False,
+    )
     output.write(rows)
 
 

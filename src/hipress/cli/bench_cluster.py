@@ -16,6 +16,7 @@ from hipress.cli.options import (
     Batch,
     ClusterOptions,
     Codecs,
+    Data,
     Delay,
     Device,
     JsonFile,
@@ -201,6 +202,7 @@ class TrainOptions:
     """What `bench train` measures on the cluster."""
 
     model: Models = "vgg,gpt"
+    data: Data = None
     batch: Batch = None
     codec: Annotated[
         str, Option(help="Codec expressions, separated by commas; auto decides among the others.")
@@ -225,9 +227,12 @@ class TrainOptions:
         from hipress.bench.train import AUTO, BASELINE, OPTIMIZERS, TrainBenchmark, check_hook
 
         if self.optimizer not in OPTIMIZERS:
-            raise UsageError(f"--optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}.")
+            raise UsageError(
+                f"--optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}; choose one."
+            )
 
-        lines = {name: timed_model(name) for name in expressions(self.model)}
+        names = expressions(self.model)
+        lines = {name: timed_model(name, self.data, cluster.device) for name in names}
         hooks = tuple(dict.fromkeys([BASELINE, *expressions(self.hooks)]))
         for hook in hooks:
             check_hook(hook)
@@ -238,6 +243,7 @@ class TrainOptions:
                 **shared,
                 num_elements=line.num_parameters,
                 model=name,
+                data=self.data,
                 batch=self.batch or line.batch,
                 steps=self.steps,
                 hooks=hooks,
@@ -353,6 +359,7 @@ class PredictionCluster:
 def prediction(
     cluster: PredictionCluster,
     model: Models = "vgg,gpt",
+    data: Data = None,
     codec: Codecs = "onebit,int8,dgc(ratio=0.001)",
     strategy: Strategies = "ps,ring",
     repeats: Repeats = 5,
@@ -375,11 +382,16 @@ def prediction(
 
     output = ui.JsonOutput(json, "bench prediction")
     timed = TrainOptions(
-        codec=codec, strategy=strategy, hooks=BASELINE, repeats=repeats, steps=steps
+        data=data,
+        codec=codec,
+        strategy=strategy,
+        hooks=BASELINE,
+        repeats=repeats,
+        steps=steps,
     )
     pairs = [  # all that can be refused is refused before the first run
         (
-            profile.benchmark(one, model=name, codecs=f"none,{codec}"),
+            profile.benchmark(one, model=name, data=data, codecs=f"none,{codec}"),
             replace(timed, model=name).benchmarks(one)[0],
         )
         for name in expressions(model)

@@ -47,21 +47,20 @@ class ConvergenceOptions:
         str | None,
         Option(
             help="digits, fashion-mnist, or all of them; if not given, both, the second only "
-            "where its folder is known. The models other than mlp have one data set each."
+            "where its folder is known. cnn and resnet have fashion-mnist, cnn digits too."
         ),
     ] = None
     model: Annotated[
         str,
         Option(
-            help="mlp; cnn or resnet on Fashion-MNIST; or gpt on tiny-shakespeare, whose "
-            "validation loss counts."
+            help="mlp; cnn or resnet; or gpt on tiny-shakespeare, whose validation loss counts."
         ),
     ] = "mlp"
     optimizer: Annotated[
         str | None,
         Option(
-            help="sgd or adamw, or both, separated by a comma; if not given, the model's usual "
-            "one. mlp has sgd only, gpt adamw only."
+            help="sgd (with momentum) or adamw, or both, separated by a comma; if not given, the "
+            "model's usual one. mlp has sgd, or plain-sgd without momentum; gpt adamw only."
         ),
     ] = None
     form: Annotated[
@@ -362,14 +361,15 @@ def markdown(rows: Sequence[ui.Row]) -> str:
     """Returns the rows as one Markdown table: a line per codec and form, the tasks side by side."""
     groups = by_task(rows)
     header = ["codec", *(cell for group in groups for cell in _header(group[0]))]
-    lines = [header, ["---"] * len(header)]
+    lines = []
     for codec, suffix in dict.fromkeys((row["codec"], _suffix(row)) for row in rows):
         cells = [f"`{codec}`{suffix}" if codec != rows[0]["codec"] else codec]
         for group in groups:
             found = [row for row in group if (row["codec"], _suffix(row)) == (codec, suffix)]
             cells += _cells(found[0]) if found else ["-"] * len(_header(group[0]))
         lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+    head, *body = (f"| {' | '.join(cells)} |\n" for cells in [header, *lines])
+    return f"{head}|{'---|' * len(header)}\n{''.join(body)}"
 
 
 def write_markdown(path: Path, rows: Sequence[ui.Row], model: str = "mlp") -> None:
@@ -390,11 +390,9 @@ def check_outputs(page: Path | None, picture: Path | None, model: str = "mlp") -
     from hipress.bench.plots import figure
 
     formats = figure(1, 1).canvas.get_supported_filetypes()
-    if not picture.parent.is_dir() or picture.suffix.removeprefix(".") not in formats:
-        raise UsageError(
-            f"cannot draw {str(picture)!r}; give --plot a file such as curves.png in a folder "
-            "that exists."
-        )
+    if picture.suffix.removeprefix(".") not in formats:
+        raise UsageError(f"cannot draw {str(picture)!r}; give --plot a file such as curves.png.")
+    ui.check_writable(picture, "--plot")
 
 
 def by_task(rows: Sequence[ui.Row]) -> list[list[ui.Row]]:
@@ -441,14 +439,14 @@ def _title(row: ui.Row) -> str:
 
 
 def _task_name(row: ui.Row) -> str:
-    if row["model"] == "mlp":
+    if (row["model"], row["optimizer"]) == ("mlp", "sgd"):
         return str(row["data"])
     return f"{row['model']} on {row['data']}, {row['optimizer']}"
 
 
 def _header(row: ui.Row) -> list[str]:
     if row["model"] == "mlp":
-        return [f"{row['data']}, times smaller", "accuracy", "difference", "within"]
+        return [f"{_task_name(row)}, times smaller", "accuracy", "difference", "within"]
     name = f"{row['model']}, {row['optimizer']}: MB per step"
     difference = f"difference, {_unit(row)}"
     return [name, "times smaller", "after warm-up", row["metric"], difference, "within"]

@@ -248,7 +248,7 @@ def _variant(ef: bool, momentum: float | None) -> Variant:
     from hipress.compll.passes.derive import Variant
 
     if momentum is not None and not fraction(momentum):
-        raise UsageError(f"--momentum {momentum} must be {FRACTION_RULE}, e.g. 0.9.")
+        raise UsageError(f"--momentum {momentum} must be {FRACTION_RULE}; write e.g. 0.9.")
     wanted = momentum is not None
     return Variant(feedback=ef, momentum=wanted, nesterov=wanted)  # as in momentum(...)
 

@@ -16,20 +16,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from hipress.bench.machine import package_version
 from hipress.cli import ui
 from hipress.cli.options import JsonFile, takes_options
-from hipress.errors import HipressError, LabError, UsageError
+from hipress.errors import HipressError, LabError, UsageError, install_command
+from hipress.version import docs_url
 
 if TYPE_CHECKING:
+    from hipress.codecs.base import Codec
     from hipress.lab import Lab
 
 app = typer.Typer()
 
 MODEL = "cnn"
 CODEC = "momentum(ef(onebit))"
-"""dist-EF-SGDM. In so few steps `onebit` beside the optimizer's momentum ends some points lower."""
+"""dist-EF-SGDM, which has Nesterov's momentum. In so few steps `onebit` beside the optimizer's
+momentum ends some points lower."""
 BATCH = 16
 LEARNING_RATE = 0.02
+NEEDS = {"matplotlib": "the picture", "pyroute2": "emulated links", "scikit-learn": "the data"}
+"""Packages that hipress itself can do without, and what the demo uses them for."""
 LONGEST_S = 600.0
 """Seconds of one training: a demo that takes longer is broken."""
 
@@ -79,8 +85,8 @@ def demo(
 
     output = ui.JsonOutput(json, "demo")
     _check_plot(plot)
-    hipress.codec(codec)
     parse_rate(options.rate)
+    _check_needs(hipress.codec(codec))
     why = _refusal(str(options.rate))
     where = f"{options.hosts} emulated hosts with {options.where}"
     if why:
@@ -107,7 +113,7 @@ def demo(
     _draw(plot, rows, options)
     typer.echo(
         f"The loss over time is in {plot}. It took {time.monotonic() - started:.0f} s in all.\n"
-        "Next: docs/pytorch.md puts this into your own script in one line.",
+        f"Next: {docs_url('pytorch')} puts this into your own script in one line.",
         err=output.is_stdout,
     )
     output.write(rows)
@@ -121,8 +127,23 @@ def _megabytes(row: ui.Row) -> str | None:
 def _check_plot(plot: Path) -> None:
     if plot.suffix != ".png":
         raise UsageError(f"--plot {str(plot)!r} is not a PNG file; give a name that ends in .png.")
-    if not plot.parent.is_dir():
-        raise UsageError(f"--plot {str(plot)!r} is in a folder that does not exist; give another.")
+    ui.check_writable(plot, "--plot")
+
+
+def _check_needs(codec: Codec) -> None:
+    """Refuses what would otherwise end the demo after the first training."""
+    import torch
+
+    missing = [package for package in NEEDS if package_version(package) is None]
+    if missing:
+        named = ", ".join(f"{package} ({NEEDS[package]})" for package in missing)
+        raise UsageError(
+            f"the demo needs packages that are not installed: {named}; run "
+            f"`{install_command(*missing)}` first."
+        )
+    # Raises where the kernels of the codec cannot be compiled or kept.
+    gradient = torch.zeros(8)
+    codec.encode(gradient, codec.init(gradient))
 
 
 def _refusal(rate: str) -> str | None:
@@ -130,7 +151,7 @@ def _refusal(rate: str) -> str | None:
 
     try:
         Lab(1, rate=rate).close()
-    except (LabError, ImportError) as error:
+    except LabError as error:
         return str(error)
     return None
 

@@ -5,7 +5,6 @@ what compression would give a job (in `doctor_job`).
 import json
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,20 +17,18 @@ import hipress
 from hipress import settings
 from hipress.bench import machine
 from hipress.bench.machine import Facts
-from hipress.cli.options import Batch
+from hipress.cli.options import OWN, Batch, Data
 from hipress.cli.simulate import MOST_NODES
 from hipress.cli.ui import print_table, progress_bar, text
-from hipress.errors import HipressError
+from hipress.errors import HipressError, install_command
+from hipress.version import docs_url
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "data": ("pillow", "scikit-learn"),
-    "frameworks": ("accelerate", "lightning"),
+    "frameworks": ("accelerate", "lightning", "transformers"),
     "gpu": ("triton",),
-    "jax": ("jax",),
     "lab": ("pyroute2",),
-    "mxnet": ("mxnet",),
     "report": ("matplotlib", "plotly"),
-    "tensorflow": ("tensorflow",),
 }
 """The extras a user may add, and the packages they bring (a test compares pyproject.toml)."""
 
@@ -42,8 +39,9 @@ app = typer.Typer()
 def doctor(
     model: Annotated[
         str | None,
-        Option(help="A built-in model (docs/models.md): say what compression would give it."),
+        Option(help=f"A model ({docs_url('models')}), {OWN}: say what compression would give it."),
     ] = None,
+    data: Data = None,
     hosts: Annotated[
         int | None, Option(min=1, max=MOST_NODES, help="Hosts of that job; 4 if not given.")
     ] = None,
@@ -51,11 +49,16 @@ def doctor(
         str | None, Option(help="Rate of each host's link; 1gbit if not given.")
     ] = None,
     codec: Annotated[
-        str | None, Option(help="Codecs, separated by commas; int8,onebit if not given.")
+        str | None,
+        Option(
+            help="Codecs, separated by commas; int8, and the one recommended for --optimizer "
+            "(onebit without it), if not given."
+        ),
     ] = None,
     batch: Batch = None,
     optimizer: Annotated[
-        str | None, Option(help="Optimizer of that job: sgd, adam or adamw.")
+        str | None,
+        Option(help="Optimizer of that job: sgd (without momentum), sgd-momentum, adam or adamw."),
     ] = None,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object in place of the table.")
@@ -69,7 +72,7 @@ def doctor(
     """
     from hipress.cli import doctor_job
 
-    job = doctor_job.read_job(model, hosts, rate, codec, batch, optimizer)
+    job = doctor_job.read_job(model, data, hosts, rate, codec, batch, optimizer)
     if job is not None:
         with progress_bar(1) as begin:
             found = doctor_job.examine_job(job, begin(f"timing {job.model}"))
@@ -99,7 +102,10 @@ def examine() -> Facts:
     triton = machine.package_version("triton")
     problems = []
     if torch["error"]:
-        problems.append(f"torch cannot be imported ({torch['error']}); install it with pip")
+        problems.append(
+            f"torch cannot be imported ({torch['error']}); "
+            f"install it with: {install_command('torch')}"
+        )
     values, cache = _settings(problems)
     asked = values[settings.BACKEND.name]
     wanted = asked["text"].lower() if asked["valid"] else None
@@ -160,8 +166,9 @@ def cpu_backend(asked: str | None, numba: Facts, *, interpreted: bool = False) -
     if numba["error"]:
         return _choice(
             None,
-            f"numba cannot be imported ({numba['error']}); install it with pip, or set "
-            f"{name}=reference for the slow backend that does without",
+            f"numba cannot be imported ({numba['error']}); install it with: "
+            f"{install_command('numba')}, or set {name}=reference for the slow backend that does "
+            "without",
         )
     reason = "is auto" if asked == "auto" else "asks for it"
     return _choice("cpu", f"{name} {reason}, and numba {numba['version']} works")
@@ -180,7 +187,7 @@ def cuda_backend(asked: str | None, devices: list[Facts], triton: str | None) ->
         only = f"{name}={asked} is for CPU tensors only"
         return _choice(None, f"{only} ({seen}); set it to auto to use both")
     if triton is None:
-        how = "add it with: pip install 'hipress[gpu]'"
+        how = f"add it with: {install_command('triton')}"
         return _choice(None, f"{seen}, but Triton is not installed; {how}")
     reason = "is auto" if asked == "auto" else "asks for it"
     return _choice("gpu", f"{name} {reason}, {seen}, and Triton is {triton}")
@@ -211,8 +218,8 @@ def _extras() -> Facts:
     report: Facts = {}
     for extra, packages in EXTRAS.items():
         versions = {package: machine.package_version(package) for package in packages}
-        complete = None not in versions.values()
-        install = None if complete else f"pip install {shlex.quote(f'hipress[{extra}]')}"
+        missing = [package for package, version in versions.items() if version is None]
+        install = install_command(*missing) if missing else None
         report[extra] = {"packages": versions, "install": install}
     return report
 

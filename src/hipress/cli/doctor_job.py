@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hipress import recommendations
 from hipress.cli.options import MOST_HOSTS, check_memory, expressions, refuse, timed_model
 from hipress.cli.sweep import PLAN, STEP_COLUMNS, Sweep
 from hipress.cli.ui import print_table
 from hipress.errors import UsageError
 from hipress.profile import CodecCosts, Curve, Machine, ModelProfile, Network, Profile
-from hipress.secopa.budget import CAREFUL
+from hipress.recommendations import ADAM, SAFE, SGD, SGD_MOMENTUM, UNKNOWN, recommended
 from hipress.secopa.simulate import FREE, Simulator
 from hipress.secopa.what_if import EFFICIENCY, uniform, with_rate
 from hipress.units import parse_rate, rate_text
@@ -27,10 +29,9 @@ from hipress.units import parse_rate, rate_text
 PREDICTION_ERROR = 0.20
 """How far a simulated step may lie from the measured one: of 84 settings of `hipress bench
 prediction`, on 2 and 4 emulated hosts, nine of ten were within it (median 9.2 %, worst 27.4 %)."""
-CODECS = "int8,onebit"
 STRATEGIES = ("ps", "ring")
-OPTIMIZERS = {"sgd": "", "adam": "hipress.torch.Adam", "adamw": "hipress.torch.AdamW"}
-"""What to write in place of torch's optimizer, where a codec does not keep sizes."""
+OPTIMIZERS = {"sgd": SGD, "sgd-momentum": SGD_MOMENTUM, "adam": ADAM, "adamw": ADAM}
+"""Their kinds in `hipress.recommendations`."""
 HOSTS, RATE = 4, "1gbit"
 
 LATENCY_S = 1e-4
@@ -59,6 +60,7 @@ class PlannedJob:
     """The job that the user asks about."""
 
     model: str
+    data: str | None = None
     hosts: int
     rate: str
     codecs: tuple[str, ...]
@@ -108,6 +110,7 @@ class JobReport:
 
 def read_job(
     model: str | None,
+    data: str | None,
     hosts: int | None,
     rate: str | None,
     codec: str | None,
@@ -116,25 +119,30 @@ def read_job(
 ) -> PlannedJob | None:
     """Returns the job of the options; None where no model is named. Refuses wrong options."""
     if model is None:
-        given = {"--hosts": hosts, "--rate": rate, "--codec": codec, "--batch": batch}
+        given: dict[str, Any] = {"--data": data, "--hosts": hosts, "--rate": rate}
+        given |= {"--codec": codec, "--batch": batch}
         given |= {"--optimizer": optimizer}
         refuse(given, "is for a job; name its model too, e.g. --model resnet50.")
         return None
     from hipress.codecs import table
+    from hipress.train.models import timed
 
-    timed_model(model)
-    codecs = tuple(name for name in expressions(codec or CODECS) if name != "none")
-    for name in codecs:
-        table.codec(name)
-    if not codecs:
-        raise UsageError("--codec names nothing but none, which is always there; name a codec.")
+    timed(model, data)
     if optimizer not in (None, *OPTIMIZERS):
         raise UsageError(
             f"--optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}; choose one."
         )
+    usual = (SAFE, recommended(OPTIMIZERS.get(optimizer or "", SGD)).codec)
+    asked = usual if codec is None else expressions(codec)
+    codecs = tuple(name for name in asked if name != "none")
+    for name in codecs:
+        table.codec(name)
+    if not codecs:
+        raise UsageError("--codec names nothing but none, which is always there; name a codec.")
     parse_rate(rate or RATE)
     return PlannedJob(
         model=model,
+        data=data,
         hosts=hosts or HOSTS,
         rate=rate or RATE,
         codecs=codecs,
@@ -153,7 +161,7 @@ def examine_job(job: PlannedJob, on_part: OnPart = lambda fraction: None) -> Job
     from hipress.probe.links import cores
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    line = timed_model(job.model)
+    line = timed_model(job.model, job.data, device.type)
     # Parameters, gradients and momentum, and what a step of few examples needs.
     needed_bytes = 4 * 4 * line.num_parameters
     check_memory(f"model {job.model!r}", needed_bytes, "name a smaller one", device.type)
@@ -331,7 +339,8 @@ def paragraph(found: JobReport) -> str:
             f"predictions of hipress bench prediction, on links that were measured, were within "
             f"{PREDICTION_ERROR:.0%} of the measured step, and timings here vary){sure}."
         )
-    text += f" What then limits the step is {found.limit}. {_break_even_text(found)}"
+        text += f" What then limits the step is {found.limit}."
+    text += f" {_break_even_text(found)}"
     if found.timed_batch != model.batch:
         text += f" The model was timed with {found.timed_batch} of {model.batch} examples."
     return text
@@ -359,21 +368,16 @@ def _choice(found: JobReport) -> str:
 
 def advice(found: JobReport) -> str:
     """Returns what to run next."""
-    job, best = found.job, found.best
+    job = found.job
     if found.pays == "no":
         return (
             "leave it uncompressed; hipress.attach(model) finds the same and stays out of the way"
         )
     codec, strategy = fixed_choices(found.rows)[0]
-    by_name = ""
-    if best["codec"] != PLAN:
-        warning = "" if codec in CAREFUL else " (docs/convergence.md says what it does to accuracy)"
-        own = _own_optimizer(job.optimizer, codec)
-        given = ", optimizer=optimizer" if own else ""
-        call = f'hipress.attach(model, codec="{codec}", strategy="{strategy}"{given})'
-        by_name = f", sync = {call} takes this codec{warning}{own}"
     hosts, rate = min(job.hosts, MOST_HOSTS), _lab_rate(job.rate)
-    batch = "" if job.batch is None else f" --batch {job.batch}"
+    options = "" if job.data is None else f" --data {job.data}"
+    options += "" if job.batch is None else f" --batch {job.batch}"
+    options += " --optimizer adamw" if OPTIMIZERS.get(job.optimizer or "") == ADAM else ""
     limits = []
     if hosts < job.hosts:
         limits.append(f"of at most {hosts} hosts")
@@ -381,22 +385,58 @@ def advice(found: JobReport) -> str:
         limits.append(f"with links that are not shaped, since none can be to {job.rate}")
     lab = " ".join(["a lab", " and ".join(limits)]).strip()
     return (
-        f"hipress bench train --model {job.model} --hosts {hosts} --rate {rate}{batch} --codec "
+        f"hipress bench train --model {job.model} --hosts {hosts} --rate {rate}{options} --codec "
         f"'{codec}' --strategy {strategy} measures it in {lab}; in a script of yours, "
-        f"sync = hipress.attach(model) decides on the job itself{by_name}"
+        "sync = hipress.attach(model, optimizer=optimizer) decides on the job itself, among codecs "
+        f"that suit the optimizer. {what_to_write(job.optimizer, codec, strategy)}"
     )
 
 
-def _own_optimizer(optimizer: str | None, codec: str) -> str:
-    """Returns what to say of the optimizer beside a codec; empty if nothing."""
-    from hipress.codecs import table
+def what_to_write(optimizer: str | None, codec: str, strategy: str) -> str:
+    """Returns what to write for a codec, which depends on the optimizer unless it keeps sizes.
 
-    if not OPTIMIZERS.get(optimizer or "") or table.codec(codec).keeps_sizes:
-        return ""
+    Args:
+        optimizer: One of `OPTIMIZERS`; None if it is not known.
+        codec: An expression.
+        strategy: How gradients travel.
+    """
+    from hipress.codecs import table
+    from hipress.session.buckets import has_momentum, keeps_residual
+
+    made = table.codec(codec)
+    if made.keeps_sizes:
+        (line,) = recommended(UNKNOWN).lines(codec, strategy)
+        return f"For this codec, with any optimizer, write: {line}"
+    if optimizer is None:
+        return (
+            f"Not every optimizer trains well with {codec}: name yours with --optimizer "
+            f"{', '.join(OPTIMIZERS)} to read what to write ({recommendations.url()})"
+        )
+    kind = OPTIMIZERS[optimizer]
+    best = recommended(kind)
+    instead, lines = "", best.lines(codec, strategy)
+    if kind == SGD and has_momentum(made):
+        instead = f" in place of {codec}, which adds momentum"
+        codec, lines = best.codec, best.lines(strategy=strategy)
+    elif kind == ADAM:
+        own = "Adam" if optimizer == "adam" else "AdamW"
+        lines = (lines[0].replace("AdamW", own), *lines[1:])
+    elif kind == SGD_MOMENTUM and not has_momentum(made):
+        if made.chooses_largest:
+            ratio = re.search(r"ratio=[^,)]+", made.name)
+            dgc = f"dgc({ratio.group()})" if ratio else "dgc"
+            instead = f" in place of {codec}, which sends most elements late"
+            codec, lines = dgc, best.lines(dgc, strategy)
+        elif keeps_residual(made):
+            instead = f" in place of {codec}"
+            if codec == recommendations.warned(kind).codec:
+                instead += f" ({recommendations.warning(kind)})"
+            codec, lines = best.codec, best.lines(strategy=strategy)
+        else:  # momentum stays in the optimizer
+            lines = recommended(SGD).lines(codec, strategy)
+    shown = f" ({best.measured[0].result}; {best.measured[0].task})" if codec == best.codec else ""
     return (
-        f", with optimizer = {OPTIMIZERS[optimizer or '']}(...) in place of torch's, which divides "
-        "by the sizes of gradients that this codec does not keep (docs/convergence.md: a GPT "
-        "learned little)"
+        f"For {best.title}, write{instead}: {'; '.join(lines)}{shown}, see {recommendations.url()}"
     )
 
 

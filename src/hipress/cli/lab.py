@@ -56,7 +56,7 @@ def run(
     counts = ranks_per_host.split(",")
     if not all(count.strip().isdecimal() for count in counts):
         raise UsageError(
-            f"--ranks-per-host {ranks_per_host!r} is not a number, or one per host: 2, or 2,1,1"
+            f"--ranks-per-host {ranks_per_host!r} is not a number, or one per host: 2, or 2,1,1."
         )
     with Lab(
         hosts,

@@ -60,6 +60,7 @@ COMMANDS: dict[str, Command] = {
     "simulate": Command(
         "hipress.cli.simulate", "Predict step times for other clusters, rates and codecs."
     ),
+    "top": Command("hipress.cli.top", "Show running jobs: step times, bytes, slow ranks."),
     "doctor": Command("hipress.cli.doctor", "Say what this machine has and what will be used."),
 }
 """Name on the command line: the module that holds it, and its line in `hipress --help`."""
@@ -85,7 +86,24 @@ def load(name: str) -> Any:
     # Each app brings these options of typer's, which belong to a program and not to a command.
     extra = ("install_completion", "show_completion")
     command.params = [param for param in command.params if param.name not in extra]
+    _keep_brackets(command)
     return command
+
+
+def _keep_brackets(command: Any) -> None:
+    """Escapes square brackets in the help of a command and what it holds: rich's markup has them.
+
+    Without it "[host0]" would be taken for the name of a style, and would not be shown.
+    """
+    for part in (command, *command.params):
+        for field in ("help", "epilog"):
+            text = getattr(part, field, None)
+            if text and "[" in text:
+                from rich.markup import escape
+
+                setattr(part, field, escape(text))
+    for child in getattr(command, "commands", {}).values():
+        _keep_brackets(child)
 
 
 class _LazyGroup(TyperGroup):
@@ -127,9 +145,16 @@ def _set_up_log() -> None:
     logger = logging.getLogger("hipress")
     logger.setLevel(settings.log_level())
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = _Stderr()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         logger.addHandler(handler)
+
+
+class _Stderr(logging.Handler):
+    """Writes to what is stderr at the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
 
 
 def _placeholder() -> None:

@@ -12,6 +12,7 @@ from typer import Option
 
 from hipress.bench import machine
 from hipress.errors import UsageError
+from hipress.version import docs_url
 
 if TYPE_CHECKING:
     from hipress.train.models import Model
@@ -21,7 +22,15 @@ Codecs = Annotated[str, Option(help="Codec expressions, separated by commas.")]
 Strategies = Annotated[
     str, Option(help="ps, ring, hierarchical or allreduce, separated by commas.")
 ]
-Models = Annotated[str, Option(help="Models (docs/models.md), separated by commas.")]
+OWN = "or your own as package.module:callable with --data"
+Models = Annotated[str, Option(help=f"Models ({docs_url('models')}), {OWN}; separated by commas.")]
+Data = Annotated[
+    str | None,
+    Option(
+        help="Your own data, package.module:callable: returns a Dataset, or takes a batch size "
+        f"and returns a batch ({docs_url('models')})."
+    ),
+]
 Batch = Annotated[
     int | None, Option(min=1, help="Examples per rank and step; the model's own if not given.")
 ]
@@ -58,7 +67,6 @@ def takes_options(command: Command) -> Command:
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type] = {}
-    # Not get_type_hints, which in Python 3.10 hides the metadata of what may be None.
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind = parameter.annotation
         if not is_dataclass(kind):
@@ -135,13 +143,20 @@ class ClusterOptions:
         return found[0]
 
 
-def timed_model(name: str) -> Model:
-    """Returns a model that brings data to time it with; refuses others."""
-    from hipress.train.models import model
+def timed_model(name: str, data: str | None = None, device: str = "cpu") -> Model:
+    """Returns a model with data to time it with; the user's own is built and tried once."""
+    import torch
 
-    found = model(name)
-    if found.task is None or found.draw is None:
-        raise UsageError(f"--model {name!r} brings no data to time it with; name a built-in one.")
+    from hipress.train.models import timed, tried
+    from hipress.train.user_code import is_own
+
+    found = timed(name, data)
+    if not is_own(name) and data is None:
+        return found
+    check_device(device)
+    found = tried(found, name, torch.device(device))
+    if device == "cuda":
+        torch.cuda.empty_cache()  # ranks share this GPU
     return found
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from hipress import recommendations
 from hipress.cli import ui
 from hipress.cli.options import expressions, refuse, takes_options
 from hipress.cli.simulate import MOST_NODES
@@ -117,6 +118,7 @@ def plan(
     by the cost model and in the files of the SOSP'21 planner. Train with the
     plan by hipress train --plan, or hipress.attach(model, plan=...).
     """
+    ui.check_writable(output, "--output (-o)")
     if secopa_input is not None:
         refuse(whole_step, "acts on a plan of the whole step; leave it out, or --secopa-input.")
         path = output or Path("SeCoPaPlan.txt")
@@ -145,10 +147,16 @@ def _warn(made: PlanReport) -> None:
     from hipress.secopa.budget import CAREFUL
 
     used = {made_for.codec for made_for in made.plan.gradients.values()}
-    if bold := used - {*CAREFUL, "none", ANY}:
+    unsure = used - {*CAREFUL, "none", ANY}
+    if not unsure:
+        return
+    from hipress.codecs.table import codec  # loads torch
+
+    if depend := sorted(name for name in unsure if not codec(name).keeps_sizes):
         print(
-            f"It uses {', '.join(sorted(bold))}, which may fall behind with "
-            "momentum or Adam (docs/convergence.md); --budget careful leaves such codecs out.",
+            f"It uses {', '.join(depend)}, with which not every optimizer trains well "
+            f"({recommendations.url()}): hipress.attach(model, plan=..., optimizer=optimizer) "
+            "checks yours, and --budget careful leaves such codecs out.",
             file=sys.stderr,
         )
 

@@ -12,18 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from hipress import probe
 from hipress.cli import ui
 from hipress.cli.options import (
     MOST_HOSTS,
+    OWN,
     Batch,
     ClusterOptions,
+    Data,
     check_memory,
     expressions,
+    refuse,
     takes_options,
     timed_model,
 )
 from hipress.environment import read_environment
 from hipress.errors import UsageError
+from hipress.version import docs_url
 
 if TYPE_CHECKING:
     from hipress.bench.profile import ProfileBenchmark
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-CODECS = "none,fp16,bf16,int8,onebit,dgc(ratio=0.001),topk(ratio=0.01)"
+CODECS = ",".join(probe.CODECS)
 HOSTS = 4
 LONGEST_S = 300.0
 """Seconds unless the user gives others: a profile that takes longer is broken."""
@@ -62,8 +67,10 @@ class ProfileCluster(ClusterOptions):
 def profile(
     cluster: ProfileCluster,
     model: Annotated[
-        str | None, Option(help="A model (docs/models.md) whose backward is measured.")
+        str | None,
+        Option(help=f"A model ({docs_url('models')}), {OWN}, whose backward is measured."),
     ] = None,
+    data: Data = None,
     batch: Batch = None,
     codecs: Annotated[str, Option(help="Codec expressions, separated by commas.")] = CODECS,
     fresh: Annotated[
@@ -98,10 +105,10 @@ def profile(
         )
     if not in_job or read_environment().rank == 0:
         # It makes the file and takes it away: not on all ranks at once.
-        ui.check_writable(output, "--output")
+        ui.check_writable(output, "--output (-o)")
     hosts = 0 if in_job else cluster.hosts or HOSTS
     cluster = replace(cluster, hosts=hosts, loopback=cluster.loopback or in_job)
-    made = benchmark(cluster, model=model, batch=batch, codecs=codecs, fresh=fresh)
+    made = benchmark(cluster, model=model, data=data, batch=batch, codecs=codecs, fresh=fresh)
     if in_job:
         found = _in_job(made)
     else:
@@ -135,6 +142,7 @@ def benchmark(
     cluster: ClusterOptions,
     *,
     model: str | None,
+    data: str | None = None,
     batch: int | None = None,
     codecs: str,
     fresh: bool = False,
@@ -148,9 +156,12 @@ def benchmark(
         hipress.codec(name)
     num_parameters = 0
     if model is not None:
-        num_parameters = timed_model(model).num_parameters
-    elif batch is not None:
-        raise UsageError("--batch acts on a model; give --model too, or leave it out.")
+        num_parameters = timed_model(model, data, cluster.device).num_parameters
+    else:
+        refuse(
+            {"--batch": batch, "--data": data},
+            "acts on a model; give --model too, or leave it out.",
+        )
     shared = cluster.one_benchmark()
     if cluster.hosts:
         # Parameters, gradients, momentum, and what the activations and one copy need.
@@ -164,6 +175,7 @@ def benchmark(
         **shared,
         num_elements=max(num_parameters, LEAST_ELEMENTS),
         model=model,
+        data=data,
         batch=batch,
         codecs=names,
         fresh=fresh,

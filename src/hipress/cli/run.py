@@ -12,6 +12,7 @@ import typer
 from typer import Argument, Option
 
 from hipress.errors import UsageError
+from hipress.version import docs_url
 
 if TYPE_CHECKING:
     from hipress.launch.hosts import Host
@@ -30,7 +31,7 @@ def run(
         str | None, Option("--hosts", "-H", help="Hosts and ranks on each: node1,me@node2:4.")
     ] = None,
     hosts_file: Annotated[
-        Path | None, Option(help="A JSON list of hosts instead, as docs/launch.md says.")
+        Path | None, Option(help=f"A JSON list of hosts instead, as {docs_url('launch')} says.")
     ] = None,
     nproc: Annotated[
         int | None, Option("--nproc", "-n", help="Ranks on this machine, without ssh.")
@@ -111,7 +112,7 @@ def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tup
         said = " and ".join(given) + " are given" if given else "no host is given"
         raise UsageError(
             f"{said}; write one of -H node1:4,node2:4, --hosts-file hosts.json, or --nproc 4 for "
-            f"this machine"
+            f"this machine."
         )
     if hosts is not None:
         return parse_hosts(hosts)
@@ -119,7 +120,7 @@ def _hosts(hosts: str | None, hosts_file: Path | None, nproc: int | None) -> tup
         return read_hosts(hosts_file)
     assert nproc is not None
     if nproc < 1:
-        raise UsageError(f"--nproc is {nproc}; it must be 1 or more")
+        raise UsageError(f"--nproc is {nproc}; it must be 1 or more.")
     return (Host(name="localhost", slots=nproc),)
 
 
@@ -128,7 +129,7 @@ def _refuse_idle(options: list[str], nproc: int | None) -> None:
         where = "one host" if nproc is None else "this machine alone (--nproc)"
         raise UsageError(
             f"{options[0]} does nothing for a job on {where}; leave it out, or name hosts with "
-            f"-H node1,node2"
+            f"-H node1,node2."
         )
 
 
@@ -138,7 +139,7 @@ def _here() -> str:
     except OSError as error:
         raise UsageError(
             f"the current folder does not exist any more ({error.strerror}); go to another, "
-            f"or name one with --dir"
+            f"or name one with --dir."
         ) from None
 
 
@@ -146,7 +147,7 @@ def _ssh(text: str) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--ssh {text!r} cannot be read: {error}; close the quote") from None
+        raise UsageError(f"--ssh {text!r} cannot be read: {error}; close the quote.") from None
     if not words:
-        raise UsageError('--ssh is empty; name the program, as in --ssh "ssh -i key"')
+        raise UsageError('--ssh is empty; name the program, as in --ssh "ssh -i key".')
     return words

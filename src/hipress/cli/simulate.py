@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from hipress import recommendations
 from hipress.cli import ui
 from hipress.cli.options import (
+    OWN,
+    Data,
     JsonFile,
     expressions,
     refuse,
@@ -21,6 +24,7 @@ from hipress.cli.options import (
     whole_numbers,
 )
 from hipress.errors import UsageError
+from hipress.version import docs_url
 
 if TYPE_CHECKING:
     from hipress.cli.sweep import Sweep
@@ -51,8 +55,9 @@ class SweepOptions:
     )
     model: Annotated[
         str | None,
-        Option(help="A built-in model, for a preset (docs/models.md); vgg19 if not given."),
+        Option(help=f"A model, for a preset ({docs_url('models')}), {OWN}; vgg19 if not given."),
     ] = None
+    data: Data = None
     nodes: Annotated[
         str | None,
         Option(help="Numbers of ranks, separated by commas; those of the profile if not."),
@@ -97,7 +102,8 @@ def simulate(
     codecs, messages and the network share what the profile says there is. The
     first row of each setting is plain all-reduce, as DDP does it; "x plain"
     is its time divided by the row's. "exposed" is what backward does not
-    hide, "scaling" the step without any exchange divided by the step.
+    hide, "scaling" the step without any exchange divided by the step. The
+    shortest step of each setting is marked.
     """
     output = ui.JsonOutput(json, "simulate --published" if published else "simulate")
     ui.check_writable(plot, "--plot")
@@ -124,18 +130,19 @@ def _profile(options: SweepOptions) -> Profile:
 
     if (options.profile is None) == (options.preset is None):
         raise UsageError(
-            "give either --profile, a file of hipress profile, or --preset, one of "
+            "there are no costs to simulate with, or two sources of them: give either --profile, a "
+            "file of hipress profile, or --preset, one of "
             f"{', '.join(presets.PRESETS)}."
         )
     if options.profile is not None:
         why = "acts on --preset, and --profile brings its model; leave one of them out."
-        refuse({"--model": options.model}, why)
+        refuse({"--model": options.model, "--data": options.data}, why)
         made = with_plain(Profile.load(options.profile))
     else:
         from hipress.cli.sweep import layers
 
         cluster, name = presets.preset(str(options.preset)), options.model or PRESET_MODEL
-        made = presets.profile(cluster, name, *layers(name))
+        made = presets.profile(cluster, name, *layers(name, options.data))
     return on_own_machines(made) if options.own_machines else made
 
 
@@ -151,6 +158,12 @@ def _sweeps(made: Profile, options: SweepOptions) -> list[Sweep]:
     numbers = [made.network.num_ranks]
     if nodes := options.nodes or (PRESET_NODES if is_preset else None):
         numbers = whole_numbers("--nodes", nodes, 1, MOST_NODES)
+    if options.strategy and asked == () and options.codec:
+        typer.echo(
+            "Codec none is simulated as DDP's all-reduce alone; --strategy acts on codecs that "
+            "compress: name one with --codec to see it.",
+            err=True,
+        )
     names = expressions(options.strategy or STRATEGIES)
     for name in names:
         strategies.check(name)
@@ -226,15 +239,45 @@ def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> N
         ui.number("nodes"),
         ui.Column(header="rate", show=lambda row: row["rate"] or "as given"),
         *STEP_COLUMNS,
+        ui.Column(header="", show=lambda row: "best" if row["is_best"] else " ", is_text=True),
     ]
     ui.print_table(f"Simulated steps: {_title(made)}", columns, rows, to_stderr=to_stderr)
+    for row in rows:
+        if row["is_best"]:
+            typer.echo(_best(row), err=to_stderr)
+    if depend := _dependent(rows):
+        typer.echo(
+            f"Not every optimizer trains well with {', '.join(depend)} ({recommendations.url()}).",
+            err=to_stderr,
+        )
     if any(row["nodes"] > MOST_WHOLE for row in rows):
         typer.echo(
             f"Above {MOST_WHOLE} nodes one rank stands for all, one that aggregates: its MB are "
             "the most that a rank sends. With fewer partitions than ranks, as small models have, "
-            "its times are rough (docs/simulate.md).",
+            f"its times are rough ({docs_url('simulate')}).",
             err=True,
         )
+
+
+def _best(row: ui.Row) -> str:
+    """Returns the sentence about the shortest step of a setting."""
+    what = "plain all-reduce, so nothing would be compressed"
+    if row["speedup"] > 1:
+        how = f" with {row['strategy']}" if row["strategy"] else ""
+        what = f"{row['codec']}{how}, {row['speedup']:.2f} times as fast as plain all-reduce"
+    return f"Best on {row['nodes']} rank(s), rate {row['rate'] or 'as given'}: {what}."
+
+
+def _dependent(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the codecs of the best rows with which not every optimizer trains well."""
+    from hipress.cli.sweep import PLAN
+    from hipress.codecs.table import codec
+
+    best = {row["codec"] for row in rows if row["is_best"] and row["speedup"] > 1}
+    if PLAN in best:  # it may use any of them
+        best |= {row["codec"] for row in rows}
+    known = (row["codec"] for row in rows if row["strategy"] and row["codec"] != PLAN)
+    return sorted(name for name in best & set(known) if not codec(name).keeps_sizes)
 
 
 # --- published curves -----------------------------------------------------------------------------
@@ -288,6 +331,6 @@ def _print_published(rows: list[dict[str, Any]], to_stderr: bool) -> None:
     median, worst = errors(rows)
     print(
         f"error of the speed-up: median {median:.1%}, worst {worst:.1%}; one node is given; "
-        "docs/simulate.md says what was chosen and why",
+        f"{docs_url('simulate')} says what was chosen and why",
         file=sys.stderr if to_stderr else sys.stdout,
     )

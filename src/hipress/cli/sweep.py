@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hipress.casync.graphs import strategies
-from hipress.cli.options import timed_model
 from hipress.cli.ui import number, text
-from hipress.errors import UsageError, did_you_mean
+from hipress.errors import HipressError, UsageError, did_you_mean
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Profile
 from hipress.secopa.cluster import SimulatedStep
@@ -75,7 +74,7 @@ class Sweep:
     def rows(
         self, on_part: Callable[[float], None] = lambda fraction: None
     ) -> list[dict[str, Any]]:
-        """Returns a row for plain all-reduce, and one for each choice."""
+        """Returns a row for plain all-reduce, and one for each choice; one of them is the best."""
         plain = self.simulator.run(None)
         alone_s = Simulator(self.profile, 1).step_s(None)
         rows = [self._row("none", "allreduce", plain, plain, alone_s)]
@@ -83,6 +82,9 @@ class Sweep:
             on_part(done / self.num_choices)
             played = plain if plan is None else self.simulator.run(plan)
             rows.append(self._row(codec, strategy, played, plain, alone_s))
+        best = min(rows, key=lambda row: float(row["step_s"]))
+        for row in rows:
+            row["is_best"] = row is best
         return rows
 
     def write_timeline(self, path: Path) -> str:
@@ -193,8 +195,8 @@ def read_plan(
     return read
 
 
-def layers(name: str) -> tuple[list[Layer], int]:
-    """Returns the layers of a built-in model in the order of backward, and the examples of a step.
+def layers(name: str, data: str | None = None) -> tuple[list[Layer], int]:
+    """Returns the layers of a model in the order of backward, and the examples of a step.
 
     The model is built without memory for its numbers, and its operations are counted, not done.
     Backward works for a layer in proportion to what forward does in it.
@@ -202,14 +204,23 @@ def layers(name: str) -> tuple[list[Layer], int]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from hipress.train.tasks import TASKS
+    from hipress.train.models import timed
 
-    line = timed_model(name)
-    with torch.device("meta"):
-        model = line.build()
-    batch = tuple(part.to("meta") for part in line.data(0, COUNTED))
-    with FlopCounterMode(display=False) as counter:
-        TASKS[line.task or ""].loss(model, batch)
+    line = timed(name, data)
+    try:
+        with torch.device("meta"):
+            model = line.build()
+        batch = tuple(part.to("meta") for part in line.data(0, COUNTED))
+        with FlopCounterMode(display=False) as counter:
+            line.learning_task.loss(model, batch)
+    except Exception as error:
+        if data is None or (isinstance(error, HipressError) and "meta" not in str(error)):
+            raise
+        raise UsageError(
+            f"the operations of {name} cannot be counted on torch's device meta, as a preset needs "
+            f"({type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}); measure it with "
+            f"hipress profile --model {name} --data {data}, and give --profile profile.json."
+        ) from error
     counts = {key: sum(ops.values()) for key, ops in counter.get_flop_counts().items()}
     return _layers(model, counts, line), line.batch
 

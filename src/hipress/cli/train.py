@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json as json_text
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -19,9 +18,9 @@ import typer
 from typer import Option
 
 from hipress.cli.options import takes_options
-from hipress.cli.ui import JsonOutput, bars
+from hipress.cli.ui import JsonOutput, bars, writing
 from hipress.errors import HipressError, UsageError
-from hipress.train.config import TrainConfig
+from hipress.train.config import PLAIN, TrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +42,7 @@ _output = partial(Option, rich_help_panel="Checkpoints and output")
 
 
 @app.command(
-    epilog="Example: hipress train --model cnn --data digits --codec onebit --epochs 5; "
+    epilog="Example: hipress train --model cnn --data digits --codec int8 --epochs 5; "
     "on four ranks: hipress run --nproc 4 -- hipress train --model cnn"
 )
 @takes_options
@@ -75,7 +74,7 @@ def _run(config: TrainConfig, log: Path | None, output: JsonOutput) -> None:
     from hipress.train.ranks import JointError, Ranks
 
     world = launch.join()
-    if world.rank > 0 and not os.environ.get(settings.LOG.name):
+    if world.rank > 0 and settings.log_level() > logging.DEBUG:
         logging.getLogger("hipress").setLevel(logging.ERROR)  # all say the same
     store = _store(world)
     try:
@@ -243,12 +242,8 @@ def train_view(log: Path | None, *, is_shown: bool = True) -> Iterator[TrainView
         if str(log) == "-":
             stream = sys.stdout
         elif log is not None:
-            try:
+            with writing(log, "--log"):
                 stream = stack.enter_context(log.open("a"))
-            except OSError as error:
-                raise UsageError(
-                    f"--log {str(log)!r} cannot be written: {error.strerror}; give another file."
-                ) from error
         progress = None
         if sys.stderr.isatty():
             from rich.progress import TimeRemainingColumn
@@ -275,6 +270,8 @@ def introduction(facts: Facts) -> str:
         how = "one rank: gradients are not exchanged"
         if facts.num_compressed:
             how += f", but {facts.codec} is applied"
+        elif facts.codec not in ("auto", "plan", PLAIN):
+            how += f", and {facts.codec} is applied to none, as all are exempt (--min-size)"
     return (
         f"{facts.model} ({facts.num_parameters:,} parameters) on {facts.data} "
         f"({facts.num_train:,} examples), {ranks} x {facts.batch} a step, {facts.device}\n"

@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 """One result: plain numbers and text by field name, ready for JSON."""
 
 QUIET_S = 10.0
-"""Seconds between the lines of a demo where stderr is not a terminal."""
+"""Seconds between lines about progress where stderr is not a terminal."""
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -133,13 +133,13 @@ class JsonOutput:
 
 def check_writable(path: Path | None, option: str) -> None:
     """Refuses a file that cannot be written, before a run costs minutes."""
-    if path is None:
+    if path is None or path.is_fifo():  # the reader of a pipe would see its end
         return
     is_new = not path.exists()
     with writing(path, option):
         path.open("a").close()
     if is_new:
-        path.unlink()
+        path.unlink(missing_ok=True)  # by another rank that checks the same file
 
 
 @contextmanager
@@ -170,6 +170,8 @@ def report_problems(rows: Sequence[Row]) -> None:
 def progress_bar(num_parts: int) -> Iterator[Callable[[str], Callable[[float], None]]]:
     """Shows a bar of equal parts on stderr, which disappears at the end.
 
+    Where stderr is not a terminal, the label of a part is a line now and then.
+
     Yields a function that begins the next part: it takes the label to show and returns the
     callback that moves the bar through the part, from 0 to 1.
     """
@@ -177,7 +179,11 @@ def progress_bar(num_parts: int) -> Iterator[Callable[[str], Callable[[float], N
     from rich.markup import escape
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines_of_parts(num_parts)
+        return
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=num_parts)
         starts = itertools.count()
 
@@ -187,6 +193,22 @@ def progress_bar(num_parts: int) -> Iterator[Callable[[str], Callable[[float], N
             return lambda fraction: progress.update(task, completed=start + fraction)
 
         yield begin
+
+
+def _lines_of_parts(num_parts: int) -> Callable[[str], Callable[[float], None]]:
+    """Returns what begins a part: it prints the label unless a line was printed just before."""
+    starts = itertools.count(1)
+    last_line_s = time.monotonic()
+
+    def begin(label: str) -> Callable[[float], None]:
+        nonlocal last_line_s
+        part = next(starts)
+        if time.monotonic() - last_line_s >= QUIET_S:
+            print(f"{part} of {num_parts}: {label}", file=sys.stderr, flush=True)
+            last_line_s = time.monotonic()
+        return lambda fraction: None
+
+    return begin
 
 
 class DemoView:

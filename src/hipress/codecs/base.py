@@ -75,7 +75,7 @@ def frames_to_merge(
     size = worker.wire_bytes(numel)
     frames = [tensors.checked_payload(payload) for payload in payloads]
     if not frames:
-        raise UsageError("merge needs at least one frame.")
+        raise UsageError("merge was given no frame; give a list of at least one.")
     for k, payload in enumerate(frames):
         if payload.numel() != size or payload.device != frames[0].device:
             raise FrameError(
@@ -245,6 +245,10 @@ class Codec(ABC):
             "codecs of the table have bulk."
         )
 
+    def state_views(self, name: str, held: torch.Tensor, numel: int) -> list[torch.Tensor]:
+        """Returns what a state holds for each gradient, here one, without what is around it."""
+        return [held]
+
     @property
     def shares_stream(self) -> bool:
         """Whether all ranks, including the aggregator, must use the same `stream`.
@@ -268,6 +272,17 @@ class Codec(ABC):
         Example:
             >>> import hipress
             >>> hipress.codec("int8").keeps_sizes, hipress.codec("onebit").keeps_sizes
+            (True, False)
+        """
+        return False
+
+    @property
+    def chooses_largest(self) -> bool:
+        """Whether it sends the largest elements only.
+
+        Example:
+            >>> import hipress
+            >>> hipress.codec("topk").chooses_largest, hipress.codec("onebit").chooses_largest
             (True, False)
         """
         return False

@@ -14,7 +14,8 @@ def _params(options: Mapping[str, Any]) -> dict[str, Any]:
     k, block = options["k"], options["block"]
     if k > block:
         raise UsageError(
-            f"blocktopk: k={k} must be at most block={block}, the number of elements of a block."
+            f"blocktopk: k={k} must be at most block={block}, the number of elements "
+            "of a block; write e.g. k=64."
         )
     width = next(w for w in WIDTHS if block <= 1 << w)
     return {"k": k, "block": block, "bits": options["bits"], "width": width}
@@ -32,6 +33,7 @@ SPEC = Spec(
     summary="the k largest elements of each block: places, signs and a level",
     paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018",
     feedback=True,
+    chooses_largest=True,
     options=(
         count("k", 64, 16384, "elements that a block sends, at most block"),
         Option(
@@ -48,7 +50,7 @@ SPEC = Spec(
             allowed=lambda v: number(v) and v in (1, 2),
             about="bits of a value",
         ),
-        flag("union", False, "whether the way back has room for what all workers picked"),
+        flag("union", True, "whether the way back has room for what all workers picked"),
     ),
     params=_params,
     back=_back,

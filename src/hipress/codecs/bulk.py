@@ -7,7 +7,7 @@ of their codec. A frame holds their bodies side by side, as `frame` describes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,8 @@ class Bulk:
         """Where each gradient starts in the flat buffer."""
         self.numel = sum(padded)
         """Elements of the flat buffer."""
+        self._keeper = Bulk(codec.keeper, self.numels) if codec.stored else None
+        self._wide = Bulk(codec.wide, self.numels) if codec.stored else None
         self.kept = DeviceCache()
         """What kernels on a device need to know about these gradients."""
         self.replays = Replays()
@@ -73,11 +75,24 @@ class Bulk:
         pairs = zip(self.offsets, self.numels, strict=True)
         return [flat[at : at + n] for at, n in pairs]
 
+    def state_views(self, name: str, held: torch.Tensor, numel: int) -> list[torch.Tensor]:
+        """Returns what a state holds for each gradient, as `Codec.state_views` does."""
+        if self._keeper is None or name != self.codec.stored_name:
+            return self.views(held)
+        from hipress.codecs.residual import body
+
+        rows = zip(self._keeper.places, self._keeper._bodies, self.numels, strict=True)
+        return [body(self.codec.stored, held[at : at + size], n) for at, size, n in rows]
+
     def init(self, flat: torch.Tensor, *, seed: int = 0, stream: int = 0) -> State:
         """Returns new state for buffers like `flat`; gradient k draws its numbers with seed + k."""
         self._check(flat, "the buffer")
         seed, stream = tensors.seed(seed, "seed"), tensors.seed(stream, "stream")
         state: State = self.codec.init(flat)
+        if self._keeper is not None:
+            held = torch.zeros(self._keeper.wire_bytes, dtype=torch.uint8, device=flat.device)
+            held[: self._keeper.header.numel()] = self._keeper.header.to(flat.device)
+            state[self.codec.stored_name] = held
         if "seed" in state:
             count = len(self.numels)
             device = flat.device
@@ -90,6 +105,11 @@ class Bulk:
     ) -> torch.Tensor:
         """Returns one frame of all gradients; updates `state` in place."""
         dtype = self._check(flat, "the buffer")
+        if self._keeper is not None and self._wide is not None:
+            self.codec.held(state, flat, self._keeper.wire_bytes)
+            self._check_seeds(state)
+            run = partial(self._wide.encode, flat, out=out)
+            return self.codec.widened(self._keeper, state, self.numel, flat.device, run)
         if out is None:
             out = torch.empty(self.wire_bytes, dtype=torch.uint8, device=flat.device)
         key = call_key(flat.device, (flat, out), state, "encode")
@@ -136,7 +156,7 @@ class Bulk:
                 f"the frame has {payload.numel()} bytes; this bulk needs {self.wire_bytes}."
             )
         if payload.device != out.device:
-            raise UsageError(f"the payload is on {payload.device}, out on {out.device}.")
+            raise UsageError(f"the payload is on {payload.device}, out on {out.device}; move one.")
         key = call_key(out.device, (payload, out), None, "decode", add, alpha)
         if started_again(self.replays, key, out.device):
             return out

@@ -172,6 +172,11 @@ class _Parser:
                 f"codec expression {self.text!r} gives option {key!r} twice "
                 f"(column {start + 1}); give it once."
             )
+        self.skip_spaces()
+        quoted = _QUOTED.match(self.text, self.at)
+        if quoted is not None and _is_value(quoted["path"]):  # as Python would have it
+            options[key], self.at = quoted["path"], quoted.end()
+            return
         word, start = self.word()
         value = _value(word)
         if value is None:

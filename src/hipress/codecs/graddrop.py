@@ -8,6 +8,7 @@ SPEC = Spec(
     summary="indices and values above a threshold from a small sample",
     paper="Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017",
     feedback=True,
+    chooses_largest=True,
     options=(
         ratio("ratio", 0.01, "share of the elements that is kept (the paper drops 99 %)"),
         ratio(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from hipress import settings
 from hipress.codecs import frame, tensors
 from hipress.codecs.base import RANDOM_KEYS, Codec, State, frames_to_merge, lr_ratio, workers
-from hipress.codecs.gpu import GpuKernels, GpuMerge, call_key, started_again
+from hipress.codecs.gpu import GpuKernels, GpuMerge, call_key, header_of, started_again
 from hipress.compll.backends.gpu.replay import Replays
 from hipress.compll.backends.threads import runner
 from hipress.compll.build import Bound, Loaded
@@ -35,6 +35,8 @@ MAX_BYTES = 2**48
 """Most bytes of a frame; 2^32 - 1 elements in double precision take 2^35."""
 GENERATOR = "philox4x32-7"
 """Where random numbers come from: `randomk` draws in decode what encode has drawn."""
+OTHER_STREAM = 2**31
+"""Added to the stream for the rounding of a stored residual; ranks have small numbers."""
 HEAD_BYTES = frame.frame_bytes([0])
 """Header and table of a frame with one body."""
 
@@ -71,6 +73,8 @@ class ProgramCodec(Codec):
         family: The codecs for the way back and for other phases of training.
         shares_stream: Whether all ranks must draw the same random numbers.
         keeps_sizes: Whether each decoded element has nearly the size of the one encoded.
+        chooses_largest: Whether it sends the largest elements only.
+        stored: How the residual is kept between steps; "" is as float32 (see `residual`).
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class ProgramCodec(Codec):
         family: Family | None = None,
         shares_stream: bool = False,
         keeps_sizes: bool = False,
+        chooses_largest: bool = False,
+        stored: str = "",
     ) -> None:
         self.bound = bound
         self.variant = variant
@@ -95,6 +101,7 @@ class ProgramCodec(Codec):
         self.family = family or Family()
         self._shares_stream = shares_stream
         self._keeps_sizes = keeps_sizes
+        self._chooses_largest = chooses_largest
         self._gpu_kernels: dict[str, GpuKernels] = {}
         self.replays = Replays()
         """Graphs of the calls that were made with the same memory before."""
@@ -105,6 +112,10 @@ class ProgramCodec(Codec):
         self._body_bytes = lru_cache(4096)(bound.body_bytes())
         self._state_numels = bound.state_numels(self._kernel)
         self._dtypes = [tensors.STATES[array.storage] for array in self._kernel.states]
+        kept = [n for n in ("added_residual", "residual") if n in self.state_names]
+        self.stored_name = kept[0] if stored and variant.feedback and kept else ""
+        """The name of the state that is a frame of `keeper`; empty if there is none."""
+        self.stored = stored if self.stored_name else ""
         taken = sorted(set(self.state_names) & RESERVED)
         if taken:
             raise UsageError(
@@ -151,11 +162,22 @@ class ProgramCodec(Codec):
         """Returns the same program under other wrappers."""
         return self._copy(variant=variant, name=name, mu=mu, family=family or self.family)
 
-    def with_decay(self, decay: float, name: str, family: Family) -> ProgramCodec:
-        """Returns the same codec with a factor on its residual."""
-        return self._copy(
-            variant=replace(self.variant, decays=True), name=name, decay=decay, family=family
-        )
+    def with_residual(self, decay: float, stored: str, name: str, family: Family) -> ProgramCodec:
+        """Returns the same codec with a factor on its residual, or with another way to keep it."""
+        variant = replace(self.variant, decays=decay < 1)
+        return self._copy(variant=variant, name=name, decay=decay, family=family, stored=stored)
+
+    @cached_property
+    def keeper(self) -> ProgramCodec:
+        """The codec whose frame is the residual, if that is `stored`."""
+        from hipress.codecs.residual import keeper
+
+        return keeper(self.stored, self._backend)
+
+    @cached_property
+    def wide(self) -> ProgramCodec:
+        """The same codec with a residual of float32."""
+        return self._copy(stored="")
 
     def on_backend(self, backend: str) -> ProgramCodec:
         """Returns the same codec on one backend, whatever the settings are."""
@@ -165,6 +187,8 @@ class ProgramCodec(Codec):
         kept: dict[str, Any] = {"name": self.name, "variant": self.variant, "mu": self.mu}
         kept |= {"decay": self.decay, "backend": self._backend, "family": self.family}
         kept |= {"shares_stream": self._shares_stream, "keeps_sizes": self._keeps_sizes}
+        kept |= {"chooses_largest": self._chooses_largest}
+        kept |= {"stored": self.stored}
         return ProgramCodec(self.bound, **{**kept, **changed})
 
     def aggregator(self, num_workers: int) -> Codec:
@@ -173,7 +197,7 @@ class ProgramCodec(Codec):
     @property
     def random(self) -> bool:
         """Whether it draws random numbers, and so keeps a seed, a stream and a step."""
-        return self._kernel.random
+        return self._kernel.random or bool(self.stored)
 
     @property
     def shares_stream(self) -> bool:
@@ -182,6 +206,10 @@ class ProgramCodec(Codec):
     @property
     def keeps_sizes(self) -> bool:
         return self._keeps_sizes and not self.variant.momentum
+
+    @property
+    def chooses_largest(self) -> bool:
+        return self._chooses_largest
 
     def for_momentum(self) -> Codec:
         return self._relative(self.family.for_momentum())
@@ -237,7 +265,10 @@ class ProgramCodec(Codec):
         state: State = {}
         for name, numel, dtype in self._shapes(x.numel()):
             state[name] = torch.zeros(numel, dtype=dtype, device=x.device)
-        if self._kernel.random:
+        if self.stored:
+            head = torch.frombuffer(bytearray(header_of(self.keeper, x.numel())), dtype=torch.uint8)
+            state[self.stored_name][:HEAD_BYTES] = head.to(x.device)
+        if self.random:
             for key, value in zip(RANDOM_KEYS, (seed, stream, 0), strict=True):
                 state[key] = torch.tensor(value, dtype=torch.int64, device=x.device)
         return state
@@ -248,6 +279,10 @@ class ProgramCodec(Codec):
         dtype = tensors.storage(x, "the gradient")
         numel = x.numel()
         size = self.wire_bytes(numel)
+        if self.stored:
+            self.held(state, x)
+            run = partial(self.wide.encode, x, out=out)
+            return self.widened(self.keeper, state, numel, x.device, run)
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=x.device)
         key = call_key(x.device, (x, out), state, "encode")
@@ -271,6 +306,25 @@ class ProgramCodec(Codec):
             state["step"] += 1
         return payload
 
+    def widened(
+        self,
+        keeper: ProgramCodec | Bulk,
+        state: State | None,
+        numel: int,
+        device: torch.device,
+        encode: Callable[[State], torch.Tensor],
+    ) -> torch.Tensor:
+        """Runs an encode on the residual as float32, in shared memory, and stores what is left."""
+        assert state is not None
+        held, wide = state[self.stored_name], _wide.take(numel, device)
+        keeper.decode(held, out=wide)
+        rng = {key: state[key] for key in RANDOM_KEYS}
+        if self.wide.random:  # draws of its own, or what is sent would decide how it is rounded
+            rng |= {"stream": rng["stream"] + OTHER_STREAM, "step": rng["step"].clone()}
+        made = encode({**state, self.stored_name: wide})
+        keeper.encode(wide, rng, out=held)
+        return made
+
     def decode(
         self,
         payload: torch.Tensor,
@@ -283,7 +337,9 @@ class ProgramCodec(Codec):
             alpha = tensors.factor(alpha)
         key = None
         if out is None and add:
-            raise UsageError("decode with add=True needs out=, the tensor to add to.")
+            raise UsageError(
+                "decode was given add=True and no out; give out=, the tensor to add to."
+            )
         if out is not None:
             _check_target(payload, out)
         payload = tensors.checked_payload(payload)
@@ -346,6 +402,14 @@ class ProgramCodec(Codec):
         frames = frames_to_merge(payloads, worker, numel)
         if state is None and self._state_keys:
             raise self._stateless("merge(payloads, worker, numel, state)")
+        if self.stored:
+            device = frames[0].device
+            self.held(state, torch.empty(1, device=device).expand(numel))
+
+            def run(wide: State) -> torch.Tensor:
+                return self.wide.merge(frames, worker, numel, wide, alpha=alpha, out=out)
+
+            return self.widened(self.keeper, state, numel, device, run)
         fused = self._merge_of(worker, frames) if numel else None
         if fused is None:
             return super().merge(frames, worker, numel, state, alpha=alpha, out=out)
@@ -440,7 +504,18 @@ class ProgramCodec(Codec):
     def _shapes(self, numel: int) -> Iterable[tuple[str, int, torch.dtype]]:
         """Returns the name, the elements and the dtype of each state for a gradient."""
         numels = self._state_numels(numel) if self.uneven_state else [numel] * len(self._dtypes)
-        return zip(self.state_names, numels, self._dtypes, strict=True)
+        for name, count, dtype in zip(self.state_names, numels, self._dtypes, strict=True):
+            if name == self.stored_name:
+                yield name, self.keeper.wire_bytes(numel), torch.uint8
+            else:
+                yield name, count, dtype
+
+    def state_views(self, name: str, held: torch.Tensor, numel: int) -> list[torch.Tensor]:
+        if name != self.stored_name:
+            return [held]
+        from hipress.codecs.residual import body
+
+        return [body(self.stored, held[HEAD_BYTES:], numel)]
 
     def _check_body(self, body: frame.BodyView) -> None:
         """Refuses a body whose length does not fit its number of elements."""
@@ -453,10 +528,15 @@ class ProgramCodec(Codec):
 
     @cached_property
     def _state_keys(self) -> frozenset[str]:
-        return frozenset([*self.state_names, *RANDOM_KEYS * self._kernel.random])
+        return frozenset([*self.state_names, *RANDOM_KEYS * self.random])
 
-    def held(self, state: State | None, x: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the state's arrays in the order that kernels take them."""
+    def held(
+        self, state: State | None, x: torch.Tensor, stored_bytes: int | None = None
+    ) -> list[torch.Tensor]:
+        """Returns the state's arrays in the order that kernels take them.
+
+        A residual that is stored has `stored_bytes`; if None, those of one gradient.
+        """
         keys = self._state_keys
         if state is None:
             if keys:
@@ -465,6 +545,8 @@ class ProgramCodec(Codec):
         if not isinstance(state, dict) or state.keys() & (WRAPPER_KEYS | keys) != keys:
             raise self._foreign(state)
         for name, numel, dtype in self._shapes(x.numel()):
+            if name == self.stored_name and stored_bytes is not None:
+                numel = stored_bytes
             tensors.check_state(name, state[name], x, numel, dtype)
         return [state[name].view(-1) for name in self.state_names]
 
@@ -494,6 +576,10 @@ class ProgramCodec(Codec):
             f"the state has {extra!r}, which {self.name} does not keep, so it would be lost: it is "
             f"the state of another codec; make it with {self.name}.init(x)."
         )
+
+
+_wide = tensors.Scratch()
+"""Memory for one residual as float32."""
 
 
 def _check_target(payload: torch.Tensor, out: torch.Tensor) -> None:

@@ -52,6 +52,8 @@ class Spec:
     """Whether all ranks must draw the same random numbers, e.g. to pick the same places."""
     keeps_sizes: bool = False
     """Whether each decoded element has nearly the size of the gradient's (`Codec.keeps_sizes`)."""
+    chooses_largest: bool = False
+    """Whether it sends the largest elements only (`Codec.chooses_largest`)."""
     for_momentum: Callable[[Mapping[str, Any]], str] | None = None
     """The expression of the codec for a momentum that the optimizer keeps, for some options; the
     codec itself if None. One with `own_memory` needs it (see `Codec.for_momentum`)."""

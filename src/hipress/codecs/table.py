@@ -16,10 +16,11 @@ from hipress.codecs import expression
 from hipress.codecs.base import Codec
 from hipress.codecs.expression import Call, Value
 from hipress.codecs.program import Family, ProgramCodec
+from hipress.codecs.residual import FLOAT32, KINDS
 from hipress.codecs.spec import FRACTION_RULE, RATIO_RULE, Option, Spec, fraction, share
 from hipress.compll.build import Program, parse_program, read_program
 from hipress.compll.passes.derive import Variant
-from hipress.errors import HipressError, UsageError, did_you_mean
+from hipress.errors import HipressError, UsageError, did_you_mean, public
 
 TABLE = {
     "none": "hipress.codecs.none",
@@ -86,6 +87,7 @@ def broken() -> dict[str, str]:
     return reasons
 
 
+@public
 def describe(name: str) -> Description:
     """Returns what a codec does, its options and their defaults, its paper and its program.
 
@@ -94,7 +96,7 @@ def describe(name: str) -> Description:
         True
     """
     if not isinstance(name, str):
-        raise UsageError(f"describe takes the name of a codec, e.g. 'topk'; got {name!r}.")
+        raise UsageError(f"describe was given {name!r}; give the name of a codec, e.g. 'topk'.")
     if name in WRAPPERS:
         raise UsageError(f"{name!r} wraps a codec, e.g. '{name}(onebit)'; describe the one inside.")
     if not expression.is_name(name):
@@ -113,6 +115,7 @@ def describe(name: str) -> Description:
     )
 
 
+@public
 def codec(expr: str, **options: Value) -> Codec:
     """Returns the codec that an expression names.
 
@@ -130,7 +133,7 @@ def codec(expr: str, **options: Value) -> Codec:
         'onebit(ef=false)'
     """
     if not isinstance(expr, str):
-        raise UsageError(f"a codec is named by a string such as 'ef(onebit)'; got {expr!r}.")
+        raise UsageError(f"codec is {expr!r}; give an expression such as 'ef(onebit)'.")
     call = expression.parse(expr)
     if options:
         plain = [(k, v.item() if isinstance(v, np.generic) else v) for k, v in options.items()]
@@ -139,12 +142,18 @@ def codec(expr: str, **options: Value) -> Codec:
     return _build(call) if _has_path(call) else _cached(str(call))
 
 
-def feedback(inner: ProgramCodec, *, decay: float = 1.0) -> ProgramCodec:
-    """Returns `ef(inner)`: adds what compression lost to the next gradient, times `decay`."""
+def feedback(inner: ProgramCodec, *, decay: float = 1.0, residual: str = FLOAT32) -> ProgramCodec:
+    """Returns `ef(inner)`: adds what compression lost to the next gradient, times `decay`.
+
+    `residual` says how that is kept until then: as `float32`, `bf16` or `int8`.
+    """
     if not share(decay):
         raise UsageError(f"ef: decay={_shown(decay)} must be {RATIO_RULE}, e.g. 0.95.")
-    if decay < 1:
-        return _decayed(feedback(inner), decay)
+    if residual not in KINDS:
+        choices = " or ".join(KINDS)
+        raise UsageError(f"ef: residual={_shown(residual)} must be {choices}, e.g. int8.")
+    if decay < 1 or residual != FLOAT32:
+        return _kept(feedback(inner), decay, residual)
     if inner.variant.momentum:
         raise UsageError(
             f"ef({inner.name}) would feed back what momentum made; write momentum(ef(...)) instead."
@@ -159,21 +168,20 @@ def feedback(inner: ProgramCodec, *, decay: float = 1.0) -> ProgramCodec:
     return inner.with_variant(Variant(feedback=True), f"ef({inner.name})", family=family)
 
 
-def _decayed(inner: ProgramCodec, decay: float) -> ProgramCodec:
-    """Returns a codec with error feedback that forgets some of its residual in each step."""
-    if inner.variant.decays:
-        raise UsageError(f"{inner.name} has a decay already; give it once.")
+def _kept(inner: ProgramCodec, decay: float, residual: str) -> ProgramCodec:
+    """Returns a codec with error feedback whose residual decays, or is kept in fewer bits."""
+    if inner.variant.decays or inner.stored:
+        found = "a decay" if inner.variant.decays else f"residual={inner.stored}"
+        raise UsageError(f"{inner.name} has {found} already; give the options of ef once.")
 
     def wrap(codec: ProgramCodec) -> ProgramCodec:
-        return _decayed(codec, decay)
+        return _kept(codec, decay, residual)
 
-    def back(num_workers: int, _: bool) -> Codec | None:
-        made = inner.aggregator(num_workers)
-        if made is inner:
-            return None
+    def back(num_workers: int, is_fed: bool) -> Codec | None:
+        made = inner.family.back(num_workers, is_fed)
         if not isinstance(made, ProgramCodec) or not made.variant.feedback:
             return made
-        return feedback(made, decay=decay)
+        return wrap(made)
 
     def phases() -> list[tuple[int, ProgramCodec]]:
         return [(start, wrap(phase)) for start, phase in inner.family.phases()]
@@ -181,7 +189,9 @@ def _decayed(inner: ProgramCodec, decay: float) -> ProgramCodec:
     call = expression.parse(inner.name)
     plain = call.args[0] if call.name == "ef" else call
     family = _wrapped(inner, wrap, back, phases)
-    return inner.with_decay(decay, f"ef({plain}, decay={decay!r})", family)
+    given = [("decay", decay)] * (decay < 1) + [("residual", residual)] * (residual != FLOAT32)
+    stored = "" if residual == FLOAT32 else residual
+    return inner.with_residual(decay, stored, str(Call("ef", (plain,), tuple(given))), family)
 
 
 def momentum(inner: ProgramCodec, *, mu: float = 0.9, nesterov: bool = True) -> ProgramCodec:
@@ -283,6 +293,7 @@ def _build(call: Call) -> ProgramCodec:
         family=_family(call, spec, values),
         shares_stream=spec.shares_stream,
         keeps_sizes=spec.keeps_sizes,
+        chooses_largest=spec.chooses_largest,
     )
     wanted = spec.feedback if asked is None else asked
     return plain.with_variant(Variant(feedback=True), str(call)) if wanted else plain
@@ -329,19 +340,19 @@ def _family(call: Call, spec: Spec, values: dict[str, Any]) -> Family:
 
 def _wrap(call: Call) -> ProgramCodec:
     if len(call.args) != 1:
-        raise UsageError(f"{call.name} takes one codec, e.g. '{call.name}(onebit)'.")
+        raise UsageError(f"{call.name} takes one codec; write e.g. '{call.name}(onebit)'.")
     arg = call.args[0]
     inner = _build(arg)
     if arg.name not in WRAPPERS and not arg.is_path and _spec(arg.name).own_memory:
         raise _has_own_memory(arg.name, call.name)
     options = dict(call.options)
     if call.name == "ef":
-        decay = options.pop("decay", 1.0)
+        decay, residual = options.pop("decay", 1.0), str(options.pop("residual", FLOAT32))
         if options:
-            raise _misplaced(call, next(iter(options)), ["decay"])
+            raise _misplaced(call, next(iter(options)), ["decay", "residual"])
         if isinstance(decay, bool | str):
             raise UsageError(f"ef: decay={_shown(decay)} must be {RATIO_RULE}, e.g. 0.95.")
-        return feedback(inner, decay=float(decay))
+        return feedback(inner, decay=float(decay), residual=residual)
     mu, nesterov = options.pop("mu", 0.9), options.pop("nesterov", True)
     if options:
         raise _misplaced(call, next(iter(options)), ["mu", "nesterov"])
@@ -434,7 +445,8 @@ def _load(point: metadata.EntryPoint) -> Spec:
         spec = point.load()
     except Exception as error:  # the import of another package may raise anything
         raise UsageError(
-            f"the codec {point.name!r} of {point.value!r} cannot be loaded: {error}."
+            f"the codec {point.name!r} of {point.value!r} cannot be loaded ({error}); "
+            "mend or remove the package that brings it."
         ) from error
     if not isinstance(spec, Spec):
         raise UsageError(

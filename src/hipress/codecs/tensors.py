@@ -161,6 +161,21 @@ def flat(x: torch.Tensor) -> NDArray[Any]:
     return x.reshape(-1).numpy()
 
 
+class Scratch(threading.local):
+    """Memory that is used again and again; each computing thread has its own."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0)
+
+    def take(self, numel: int, device: torch.device) -> torch.Tensor:
+        """Returns float32 memory with any content."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.empty(numel, device=device)  # of the graph, which needs it for replays
+        if self._held.numel() < numel or self._held.device != device:
+            self._held = torch.zeros(numel, device=device)
+        return self._held[:numel]
+
+
 def scratch(num_bytes: int) -> NDArray[np.uint8]:
     """Returns memory for one kernel call; each thread keeps the largest it was asked for."""
     held: NDArray[np.uint8] | None = getattr(_local, "scratch", None)

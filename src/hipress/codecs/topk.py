@@ -9,6 +9,7 @@ SPEC = Spec(
     summary="indices and values of the largest elements by magnitude",
     paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018",
     feedback=True,
+    chooses_largest=True,
     options=(
         ratio("ratio", 0.01, "share of the elements that is sent"),
         flag(

@@ -332,9 +332,11 @@ def read_source(path: str | Path) -> ast.Source:
     try:
         text = Path(path).read_text("utf-8")
     except OSError as error:
-        raise UsageError(f"cannot read the program {path} ({error.strerror}).") from error
+        raise UsageError(
+            f"cannot read the program {path} ({error.strerror}); give the path of a .pse file."
+        ) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"the program {path} is not UTF-8 text.") from error
+        raise UsageError(f"the program {path} is not UTF-8 text; save it as UTF-8.") from error
     return parse(text, file=str(path))
 
 

@@ -69,7 +69,7 @@ class Lab:
         shaped: bool = True,
     ) -> None:
         if not 1 <= hosts <= _MAX_HOSTS:
-            raise UsageError(f"hosts is {hosts}; it must be from 1 to {_MAX_HOSTS}")
+            raise UsageError(f"hosts is {hosts}; it must be from 1 to {_MAX_HOSTS}.")
         self.hosts = hosts
         """The number of hosts."""
         self.shaped = shaped
@@ -78,7 +78,7 @@ class Lab:
         """Where each rank runs."""
         self._links = parse_links(hosts, rate, delay, loss)
         if not shaped and any(link != Link() for link in self._links):
-            raise UsageError("rate, delay and loss need a network; leave them out on loopback")
+            raise UsageError("rate, delay and loss need a network; leave them out on loopback.")
         self._run_numbers = itertools.count()
         self._is_closed = False
         self._runs: dict[int, CommandRun] = {}
@@ -142,7 +142,7 @@ class Lab:
     ) -> CommandRun:
         """Start a command once per rank and return at once; the arguments are those of `run`."""
         if isinstance(argv, str) or not argv:
-            raise UsageError(f"command {argv!r} must be a list of words, the program first")
+            raise UsageError(f"command is {argv!r}; give a list of words, the program first.")
         if self._is_closed:
             raise LabError("this lab is closed; make another")
         number = next(self._run_numbers)
@@ -266,7 +266,7 @@ class Lab:
 
     def _check_host(self, host: int) -> None:
         if not 0 <= host < self.hosts:
-            raise UsageError(f"host {host} is not there; this lab has hosts 0 to {self.hosts - 1}")
+            raise UsageError(f"host {host} is not there; give one from 0 to {self.hosts - 1}.")
 
     def _ask_switch(self, what: str, host: int, **more: object) -> Message:
         self._check_host(host)
@@ -283,12 +283,12 @@ def _place_ranks(hosts: int, ranks_per_host: int | Sequence[int]) -> tuple[RankP
     counts = [ranks_per_host] * hosts if isinstance(ranks_per_host, int) else list(ranks_per_host)
     if len(counts) != hosts:
         raise UsageError(
-            f"ranks_per_host has {len(counts)} numbers for {hosts} hosts; give one, or one each"
+            f"ranks_per_host has {len(counts)} numbers for {hosts} hosts; give one, or one each."
         )
     for count in counts:
         if not 1 <= count <= _MAX_RANKS_PER_HOST:
             raise UsageError(
-                f"ranks_per_host is {count}; it must be from 1 to {_MAX_RANKS_PER_HOST}"
+                f"ranks_per_host is {count}; it must be from 1 to {_MAX_RANKS_PER_HOST}."
             )
     return tuple(
         RankPlacement(host=host, local_rank=local_rank, local_world_size=count)

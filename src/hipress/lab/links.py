@@ -44,10 +44,10 @@ def parse_rate(text: str | None) -> int | None:
     rate = number_and_unit(text, RATE_UNITS)
     if rate is None:
         raise UsageError(
-            f"rate {text!r} is not a number and a unit; write 1gbit, 250mbit, 64kbit, or none"
+            f"rate {text!r} is not a number and a unit; write 1gbit, 250mbit, 64kbit, or none."
         )
     if not _MIN_RATE <= rate <= _MAX_RATE:
-        raise UsageError(f"rate {text!r} is outside what can be shaped: from 10kbit to 32gbit")
+        raise UsageError(f"rate {text!r} cannot be shaped; write one from 10kbit to 32gbit.")
     return round(rate)
 
 
@@ -58,10 +58,10 @@ def parse_delay(text: str | None) -> int:
     delay = number_and_unit(text, _DELAY_UNITS)
     if delay is None:
         raise UsageError(
-            f"delay {text!r} is not a number and a unit; write 5ms, 0.5ms, 100us, 1s, or none"
+            f"delay {text!r} is not a number and a unit; write 5ms, 0.5ms, 100us, 1s, or none."
         )
     if delay > _MAX_DELAY_US:
-        raise UsageError(f"delay {text!r} is too long: at most 10s")
+        raise UsageError(f"delay {text!r} is too long; write 10s or less.")
     return round(delay)
 
 
@@ -71,9 +71,9 @@ def parse_loss(text: str | None) -> float:
         return 0.0
     percent = number_and_unit(text, {"%": 1})
     if percent is None:
-        raise UsageError(f"loss {text!r} is not a percentage; write 0.1%, 2%, or none")
+        raise UsageError(f"loss {text!r} is not a percentage; write 0.1%, 2%, or none.")
     if percent > 100:
-        raise UsageError(f"loss {text!r} is too high: at most 100%")
+        raise UsageError(f"loss {text!r} is too high; write 100% or less.")
     return percent / 100
 
 
@@ -83,7 +83,7 @@ def parse_links(
     """Return the link of each host; there is one rate for all, or one for each."""
     rates = [rate] * hosts if rate is None or isinstance(rate, str) else list(rate)
     if len(rates) != hosts:
-        raise UsageError(f"there are {len(rates)} rates for {hosts} hosts; give one, or one each")
+        raise UsageError(f"there are {len(rates)} rates for {hosts} hosts; give one, or one each.")
     delay_us, part = parse_delay(delay), parse_loss(loss)
     return [Link(rate_bits=parse_rate(each), delay_us=delay_us, loss=part) for each in rates]
 

@@ -1,4 +1,4 @@
-"""Namespaces of the kernel: the system calls that Python 3.10 has no names for."""
+"""Namespaces of the kernel: the system calls that Python 3.11 has no names for."""
 
 from __future__ import annotations
 

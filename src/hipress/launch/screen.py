@@ -33,7 +33,7 @@ def open_files(folder: Path, num_ranks: int) -> dict[int, TextIO]:
             file.close()
         raise UsageError(
             f"--output {str(folder)!r} cannot be used, as {str(path)!r} cannot be made: "
-            f"{error.strerror}; name a folder that can be written"
+            f"{error.strerror}; name a folder that can be written."
         ) from None
     return files
 

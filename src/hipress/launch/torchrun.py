@@ -29,8 +29,8 @@ def call_main(module: str) -> str:
     """Return what `python -c` shall run to call `main` of a module.
 
     As `python -m`, but the folder we are in is not searched: a secrets.py or a torch that lies
-    there is meant for the ranks only. Python 3.10 has no option for that. No quotes, as a login
-    shell of any kind reads it too.
+    there is meant for the ranks only. Not `-P`, which a Python before 3.11 on another host would
+    refuse without a word about its version. No quotes, as a login shell of any kind reads it too.
     """
     return f"import sys; sys.path[:] = filter(None, sys.path); from {module} import main; main()"
 
@@ -132,19 +132,19 @@ def forwarded(
         if not all(re.fullmatch(r"[A-Za-z0-9_.:-]{1,15}", name) for name in interface.split(",")):
             raise UsageError(
                 f"--interface {interface!r} is not the name of a network card; write eth0, or what "
-                f"`ip addr` shows on the hosts"
+                f"`ip addr` shows on the hosts."
             )
         found.update(dict.fromkeys(INTERFACE_VARIABLES, interface))
     for word in wanted:
         name, given, text = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UsageError(
-                f"--env {word!r} has no name of a variable; write --env NAME or --env NAME=VALUE"
+                f"--env {word!r} has no name of a variable; write --env NAME or --env NAME=VALUE."
             )
         if not given and name not in environ:
             raise UsageError(
                 f"--env {name} asks for a variable that is not set here; export it first, or "
-                f"write --env {name}=VALUE"
+                f"write --env {name}=VALUE."
             )
         found[name] = text if given else environ[name]
     return found

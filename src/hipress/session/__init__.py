@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hipress.codecs.base import Codec
+from hipress.errors import public
 from hipress.plan import MIN_SIZE, Plan
 from hipress.session.adapter import Adapter, GradientSpec, StepObserver
 from hipress.session.groups import allreduce, as_tensor, init
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 
+@public
 def start(
     arrays: Mapping[str, Any],
     codec: str | Codec | None = None,

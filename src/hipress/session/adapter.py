@@ -14,6 +14,7 @@ import torch
 
 if TYPE_CHECKING:
     from hipress.codecs.base import Codec
+    from hipress.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,9 @@ class Adapter:
     bucket_numel: int | None = None
     """Elements of a full bucket, or of the model if it does not fill one; None: of the model."""
 
+    model_name: str = ""
+    """Name of the model, for people."""
+
     def __init__(self) -> None:
         self.observers: list[StepObserver] = []
 
@@ -69,6 +73,25 @@ class Adapter:
         """Calls the methods of an observer in every step; the result stops that."""
         self.observers.append(observer)
         return lambda: self.observers.remove(observer) if observer in self.observers else None
+
+    @property
+    def model(self) -> Any:
+        """The model to train with; None if the framework's own is used."""
+        return None
+
+    def about_optimizer(self) -> str:
+        """Returns which optimizer is checked, for the log; empty if there is none to check."""
+        return ""
+
+    def pay_owed(self, session: Session) -> None:
+        """Gives each next gradient of a session that does nothing to `session.pay`.
+
+        A loop that calls `average` needs no more: that pays.
+        """
+
+    def shaped(self, name: str, values: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns values in the order of a bucket in the shape of a gradient."""
+        return values.view(gradient.shape)
 
     def facts(self) -> dict[str, Any]:
         """Returns what must be the same on all ranks."""
@@ -115,6 +138,18 @@ class Adapter:
         """
         return True
 
+    def new_momentum_counts(self, names: Sequence[str]) -> dict[str, str] | None:
+        """Returns by gradient what decides `wants_gradients`, once after it may have been loaded.
+
+        Args:
+            names: Gradients in whose place momentum is exchanged; for none the answer is None.
+        """
+        return None
+
+    def has_new_parameters(self) -> bool:
+        """Returns whether the optimizer has got more parameters since this was asked last."""
+        return False
+
     def make_momentum(self, name: str, gradient: torch.Tensor, scale: float) -> None:
         """Turns this rank's gradient, flat, into the momentum that it sends, in place."""
 
@@ -125,6 +160,14 @@ class Adapter:
     def momentum_factor(self, name: str) -> float:
         """Returns the factor with which the momentum of a step goes into that of the next."""
         return 0.9
+
+    @property
+    def takes_noisy(self) -> bool:
+        """Whether the optimizer can be told that gradients are right on average only."""
+        return False
+
+    def note_noisy(self, names: Sequence[str]) -> None:
+        """Takes note that the optimizer receives gradients that are right on average only."""
 
     def note_exchanged(self, names: Sequence[str], *, is_momentum: bool) -> None:
         """Takes note of what the optimizer receives for these gradients in this step."""

@@ -15,15 +15,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from hipress.casync.engine.engine import Engine
-from hipress.casync.engine.transport import LinkError
 from hipress.codecs.table import codec as named_codec
-from hipress.errors import AgreementError, PeerError, UsageError
+from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.session.mode import Mode
-from hipress.session.planner import Planner
+from hipress.session.planner import Planner, together
 from hipress.session.policy import (
     FIRST_REASON,
     Candidate,
@@ -31,6 +28,7 @@ from hipress.session.policy import (
     Limits,
     Outcome,
     Policy,
+    Trial,
     Turn,
     Turns,
     first_directive,
@@ -39,6 +37,7 @@ from hipress.session.selection import UNDECIDED
 from hipress.session.timing import StepClock
 
 if TYPE_CHECKING:
+    from hipress.session.monitor import Monitor
     from hipress.session.session import Session
 
 _log = logging.getLogger("hipress")
@@ -104,9 +103,16 @@ class Auto:
         self._problem = ""
         """Why no plan could be made."""
         self._log_step = 0
+        self._monitor: Monitor | None = None
 
-    def start(self, session: Session) -> None:
-        """Begins; gradients are registered."""
+    def start(self, session: Session, checked: str = "") -> None:
+        """Begins; gradients are registered.
+
+        Args:
+            session: The session.
+            checked: Which optimizer was checked.
+        """
+        self._monitor = session.monitor
         engine = session.engine
         steps = max(self._limits.first_steps, session.settings.warmup_steps)
         if any(not named_codec(name).keeps_sizes for name in self._planner.codecs):
@@ -136,7 +142,8 @@ class Auto:
             self._policy.first()
             self._say(
                 f"the first {steps} steps run uncompressed so that they can be timed; then plans "
-                f"with {', '.join(self._planner.codecs)} are tried."
+                f"with {', '.join(self._planner.codecs)} are tried"
+                f"{f'; {checked}' if checked else ''}."
             )
 
     def stop(self) -> None:
@@ -211,23 +218,11 @@ class Auto:
             self._take(self._receive(session))
             if not self._directive.measures:
                 return
-            profile = self._measure(session)
+            session.monitor.note_measuring(session)
+            profile = together(session.engine, lambda: self._planner.measure(session))
             if self._policy is not None:
                 outcome = Outcome(candidates=self._candidates(profile), problem=self._problem)
                 self._post(session.engine, self._policy.next(outcome))
-
-    def _measure(self, session: Session) -> Any:
-        """Measures; if one rank fails in it, all ranks raise an error that names it."""
-        engine = session.engine
-        try:
-            return self._planner.measure(session)
-        except (PeerError, AgreementError):
-            raise
-        except (LinkError, dist.DistError) as error:
-            raise engine.explain(error) from error
-        except Exception as error:
-            engine.give_up(error)  # the others wait for this rank
-            raise
 
     def _take(self, directive: Directive) -> None:
         self._directive, self._left = directive, directive.steps
@@ -322,6 +317,10 @@ class Auto:
             mode=self.phase, epoch=self._last, reason=self.reason, num_switches=self.num_switches
         )
 
+    def trials(self) -> list[Trial]:
+        """Returns the step times behind the present decision; only rank 0 has them."""
+        return [] if self._policy is None else self._policy.trials()
+
     def skipped(self, reasons: dict[str, str]) -> dict[str, str]:
         """Completes the reasons of uncompressed gradients with the last decision."""
         return {
@@ -332,6 +331,8 @@ class Auto:
     def _say(self, line: str) -> None:
         """Logs a line; only rank 0 has a policy that calls this after the start."""
         _log.info("auto, step %d: %s", self._log_step, line)
+        if self._monitor is not None:
+            self._monitor.note(self._log_step, "plan", line)
 
 
 def note_step_end(own: Auto | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 from hipress.casync.graphs import grouping
@@ -17,6 +18,19 @@ WRAPPED = frozenset({"momentum", "added_momentum"})
 MOMENTUM = WRAPPED | {"velocity"}
 """Names of codec state that hold an average of past gradients; `dgc` has `velocity`."""
 
+UNSENT = ("residual", "added_residual")
+"""Names of codec state that was not sent yet and must be; other state is an average of the past."""
+
+
+class Content(Enum):
+    """What the part of a buffer that belongs to a group holds."""
+
+    GRADIENTS = "gradients"
+    REFRESH = "refresh"
+    """Gradients from which the optimizer also learns sizes; they travel with a mild codec."""
+    MOMENTUM = "momentum"
+    """The momentum that the optimizer wants exchanged in place of gradients."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
@@ -27,7 +41,8 @@ class Gradient:
     placements: tuple[Placement, ...]
     """Its partitions and their routes; empty if it is not compressed."""
     sends_momentum: bool = False
-    """Whether the codec works on the optimizer's momentum in place of the gradient."""
+    """Whether the optimizer must learn sizes from other gradients than those that the codec makes:
+    where it can, its momentum travels."""
 
     @property
     def name(self) -> str:
@@ -68,7 +83,7 @@ class Group:
 
     @property
     def sends_momentum(self) -> bool:
-        """Whether the codec works on the optimizer's momentum in place of the gradients."""
+        """Whether the optimizer must learn sizes from other gradients than those of the codec."""
         return self.gradients[0].sends_momentum
 
     @cached_property
@@ -104,6 +119,11 @@ class Bucket:
 def has_momentum(codec: Codec) -> bool:
     """Returns whether a codec sends the momentum of gradients."""
     return bool(MOMENTUM & set(codec.state_names))
+
+
+def keeps_residual(codec: Codec) -> bool:
+    """Returns whether a codec keeps what it has not sent for the next step."""
+    return not set(UNSENT).isdisjoint(codec.state_names)
 
 
 def applies_decay(codec: Codec) -> bool:

@@ -31,7 +31,7 @@ from hipress.casync.graphs import strategies
 from hipress.casync.graphs.graph import Kind, Verb
 from hipress.codecs.base import WEIGHT, Codec, State
 from hipress.errors import UsageError
-from hipress.session.buckets import MOMENTUM, has_momentum
+from hipress.session.buckets import MOMENTUM, UNSENT, has_momentum
 from hipress.session.milder import Override, as_text, from_text
 from hipress.session.mode import Mode
 
@@ -44,8 +44,6 @@ _log = logging.getLogger("hipress")
 VERSION = 1
 OWED_MOMENTUM = "owed_momentum"
 OVERRIDES = "overrides"
-UNSENT = ("residual", "added_residual")
-"""State that was not sent yet and must be; other state is an average of the past."""
 
 
 def unsent(engine: Engine, gradient: Gradient) -> torch.Tensor:
@@ -110,6 +108,8 @@ def save(session: Session) -> dict[str, Any]:
         },
         OVERRIDES: as_text(session.layout.overrides),
     }
+    if session.idle:
+        session.told = found
     if not session.is_open:
         return found if session.loaded is None else session.loaded
     engine = session.engine
@@ -168,12 +168,12 @@ def _without_plan(session: Session, state: dict[str, Any]) -> dict[str, Any]:
 
 def load(session: Session, state: dict[str, Any]) -> None:
     """Loads a checkpoint, or raises on all ranks and changes nothing."""
+    if session.idle:
+        _load_idle(session, state)
+        return
     if session.mode.current is Mode.DETACHED:
         _check(state)
-        _log.warning(
-            "the residuals of the checkpoint are ignored: the exchange is %s.",
-            "detached" if session.enabled else "not enabled",
-        )
+        _log.warning("the residuals of the checkpoint are ignored: the exchange is detached.")
         return
     problem: Exception | None = None
     owed: dict[str, torch.Tensor] = {}
@@ -216,6 +216,51 @@ def load(session: Session, state: dict[str, Any]) -> None:
         session.engine.states.clear()
     for gradient in session.gradients.values():
         restore(session, gradient)
+
+
+def _load_idle(session: Session, state: dict[str, Any]) -> None:
+    """Keeps the mean of what all ranks have not sent for the next gradients."""
+    _check(state)
+    if state is session.told and state["world_size"] != 1:
+        # dcp.load fills in what `state_dict` has returned, in which there is no residual.
+        raise UsageError(
+            f"dcp.load with the session itself would lose the residuals of {state['world_size']} "
+            f"ranks, because {session.idle}: save sync.shards() with dcp.save and load them with "
+            "sync.load(folder, entry=...), or use sync.save and sync.load."
+        )
+    owed = _owed(session, state, "owed")
+    momentum = _owed(session, state, OWED_MOMENTUM)
+    averages: set[str] = set()
+    for name, facts in state["gradients"].items():
+        if not is_trained(session, name, facts["numel"]):
+            continue
+        mean = state["mean"][name]
+        averages |= set(mean) - set(UNSENT)
+        if (left := mean.get(UNSENT[0])) is not None and left.any():
+            kept = momentum if facts.get("sends_momentum", False) else owed
+            kept[name] = left + kept[name] if name in kept else left.clone()
+    session.step, session.scale = int(state["step"]), float(state["scale"])
+    owe_idle(session, owed, bool(momentum or averages), state.get(OVERRIDES, "{}"))
+
+
+def owe_idle(session: Session, owed: State, drops_momentum: bool, overrides: str) -> None:
+    """Lets a session that does nothing add what is owed to the next gradients.
+
+    Args:
+        session: The session.
+        owed: What is added.
+        drops_momentum: Whether the checkpoint holds momentum, which nothing exchanges here.
+        overrides: Milder codecs, for a later checkpoint.
+    """
+    session.owed.clear()
+    session.owed.update(owed)
+    session.layout.overrides = from_text(overrides)
+    session.adapter.pay_owed(session)
+    if drops_momentum:
+        _log.warning(
+            "momentum of the checkpoint's codecs is dropped: %s, so nothing exchanges it.",
+            session.idle,
+        )
 
 
 def restore(session: Session, gradient: Gradient) -> None:
@@ -320,7 +365,7 @@ def _owed(session: Session, state: dict[str, Any], key: str) -> dict[str, torch.
         if name in session.untrained and name in state["gradients"]:
             continue  # said already
         numel = owed.numel() if isinstance(owed, torch.Tensor) else None
-        if (not session.gradients or is_trained(session, name, numel)) and owed.any():
+        if (not session.numels or is_trained(session, name, numel)) and owed.any():
             found[name] = owed.clone()
     return found
 
@@ -333,12 +378,12 @@ def is_trained(session: Session, name: str, found: Any) -> bool:
     if name in session.untrained:
         _log.warning("the unsent state of %r is ignored: it is no longer trained.", name)
         return False
-    if name not in session.gradients:
+    if name not in session.numels:
         raise UsageError(
             f"the checkpoint holds unsent state of {name!r}, which this model does not have; "
             "load the checkpoint of this model."
         )
-    numel = session.gradients[name].numel
+    numel = session.numels[name]
     if numel != found:
         raise UsageError(
             f"the checkpoint's {name!r} has {found} elements and this model's has {numel}; load "

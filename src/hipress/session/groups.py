@@ -28,7 +28,7 @@ from hipress.casync.ranks.agreement import Agreement
 from hipress.casync.ranks.lost_store import first_line, in_the_store, lost_store
 from hipress.codecs.base import Codec
 from hipress.environment import LOOPBACK, RankEnvironment, bind_loopback, read_environment
-from hipress.errors import PeerError, UsageError
+from hipress.errors import PeerError, UsageError, public
 from hipress.version import __version__
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ _all: weakref.WeakSet[Engine] = weakref.WeakSet()
 """Engines to close at exit: threads that outlive the interpreter abort the process."""
 
 
+@public
 def allreduce(
     tensor: Any,
     codec: str | Codec = "none",
@@ -115,6 +116,7 @@ def allreduce(
     return result
 
 
+@public
 def init(backend: str | None = None) -> None:
     """Makes the process group of torch.distributed, unless there is one.
 
@@ -146,6 +148,45 @@ def init(backend: str | None = None) -> None:
         backend = "cpu:gloo,cuda:nccl" if has_gpu and dist.is_nccl_available() else "gloo"
     given_s = settings.timeout_s()
     make_group(backend, None if given_s is None else timedelta(seconds=given_s))
+
+
+def has_other_ranks() -> bool:
+    """Returns whether there are other ranks; joins them if a launcher has started them."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return False
+    if not dist.is_initialized():
+        if read_environment().num_ranks == 1:
+            return False
+        init()
+    return dist.get_world_size() > 1
+
+
+def meet(what: str, problem: str | None = None) -> None:
+    """Waits for all ranks, for as long as HIPRESS_TIMEOUT says; collective.
+
+    torch's own collectives do not know of HIPRESS_TIMEOUT, and name no rank that is missing.
+
+    Args:
+        what: Names the call in errors.
+        problem: Why this rank cannot go on.
+
+    Raises:
+        UsageError: A rank cannot go on.
+        PeerError: A rank did not come in time.
+    """
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    ranks, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
+    timeout_s = _timeout_s(group)
+    with in_the_store(rank):
+        store = _store(ranks, rank, timeout_s)
+    told = Agreement(store, rank, len(ranks), timeout_s).agree(what, {}, share=problem)
+    for other, one in enumerate(told):
+        if one is not None:
+            raise UsageError(one if problem is not None else f"rank {other}: {one}")
 
 
 def make_group(backend: str, timeout: timedelta | None = None) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,18 @@ import torch
 
 from hipress.casync.engine.handle import Handle
 from hipress.casync.graphs.graph import Kind
+from hipress.codecs import residual
 from hipress.codecs.base import Codec
 from hipress.session import checkpoint
-from hipress.session.buckets import MOMENTUM, Bucket, Gradient, has_momentum
+from hipress.session.buckets import (
+    MOMENTUM,
+    UNSENT,
+    Bucket,
+    Content,
+    Gradient,
+    has_momentum,
+    keeps_residual,
+)
 from hipress.session.milder import Override, decay, milder
 from hipress.session.mode import Mode
 
@@ -136,8 +145,8 @@ def judge(numbers: Numbers, codec: Codec) -> Verdict:
         return Verdict.WRONG
     if not numbers.is_finite:
         return Verdict.AGAIN
-    keeps_residual = bool(set(checkpoint.UNSENT) & set(codec.state_names))
-    if numbers.size > MOST_SIZE or (keeps_residual and numbers.error > MOST_ERROR):
+    has_residual = keeps_residual(codec)
+    if numbers.size > MOST_SIZE or (has_residual and numbers.error > MOST_ERROR):
         return Verdict.WRONG
     if numbers.steps >= LOOKS[1] and numbers.cosine < OPPOSITE and not numbers.cancels:
         return Verdict.WRONG
@@ -149,8 +158,8 @@ def judge(numbers: Numbers, codec: Codec) -> Verdict:
         return Verdict.OPEN
     if numbers.cancels:
         return Verdict.GOOD
-    is_bad = numbers.cosine < LEAST_COSINE[keeps_residual]
-    if not keeps_residual and codec.clip == 0:
+    is_bad = numbers.cosine < LEAST_COSINE[has_residual]
+    if not has_residual and codec.clip == 0:
         is_bad = is_bad or numbers.share < LEAST_SHARE
     return Verdict.INACCURATE if is_bad else Verdict.GOOD
 
@@ -383,7 +392,7 @@ class Guard:
         session: Session,
         bucket: Bucket,
         buffer: torch.Tensor,
-        momenta: Sequence[bool],
+        contents: Sequence[Content],
         later: Iterable[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         """Takes samples of what is about to be sent.
@@ -392,14 +401,15 @@ class Guard:
             session: The session.
             bucket: What lies in the buffer.
             buffer: Its elements.
-            momenta: For each group, whether its part of the buffer holds momentum.
+            contents: What the part of each group holds.
             later: Parts of the buffer, and what is added to their means.
         """
         owed = {part.data_ptr(): value for part, value in later}
         poison: torch.Tensor | None = None
-        for group, is_momentum in zip(bucket.groups, momenta, strict=True):
-            if group.sends_momentum and not is_momentum:
+        for group, content in zip(bucket.groups, contents, strict=True):
+            if content is Content.REFRESH:
                 continue  # the gradients go with another codec in this step
+            is_momentum = content is Content.MOMENTUM
             for name, (start, stop) in zip(group.names, group.spans, strict=True):
                 watch = self._watches.get(name)
                 if watch is None or watch.opens_at > self._tick:
@@ -617,8 +627,10 @@ class Guard:
                 checkpoint.give_momentum(engine, name, {"momentum": momentum})
             key = (old.choice.codec.name, new.choice.codec.name)
             lines.setdefault(key, []).append(f"{name} ({made.reason})")
-        if engine.transport.rank == 0:
-            _say(session.step, lines)
+        for line in _lines(lines):
+            session.monitor.note(session.step, "guard", line)
+            if engine.transport.rank == 0:
+                _log.warning("guard, step %d: %s.", session.step, line)
 
     def _end_flushes(self, session: Session) -> None:
         """Gives layers their milder codec whose unsent momentum has been sent."""
@@ -638,18 +650,19 @@ def _held(session: Session, watch: _Watch) -> tuple[torch.Tensor | None, torch.T
         if inside >= key.stop - key.start:
             continue
         for name, value in state.items():
-            is_unsent = name in checkpoint.UNSENT
+            is_unsent = name in UNSENT
             if not is_unsent and not (name in MOMENTUM and key.kind is Kind.FRAME):
                 continue
             if is_unsent not in found:
                 found[is_unsent] = torch.zeros(num_places(which), device=engine.device)
-            sampled = value.view(-1)[inside :: which.step].to(engine.device)
+            sampled = residual.values(value, key.numel)[inside :: which.step].to(engine.device)
             share = checkpoint.own_factor(engine, watch.gradient, key) if is_unsent else 1
             found[is_unsent][first : first + sampled.numel()].add_(sampled, alpha=share)
     return found.get(True), found.get(False)
 
 
-def _say(step: int, lines: Mapping[tuple[str, str], Sequence[str]]) -> None:
-    for (before, after), layers in lines.items():
+def _lines(switches: Mapping[tuple[str, str], Sequence[str]]) -> Iterator[str]:
+    """Yields a sentence for each pair of an old and a new codec."""
+    for (before, after), layers in switches.items():
         shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" * (len(layers) > 3))
-        _log.warning("guard, step %d: from %s to %s: %s.", step, before, after, shown)
+        yield f"from {before} to {after}: {shown}"

@@ -10,7 +10,7 @@ import torch
 from hipress.casync.engine.engine import Engine
 from hipress.session import checkpoint
 from hipress.session.adapter import Adapter
-from hipress.session.buckets import Bucket, has_momentum
+from hipress.session.buckets import Bucket, Content, has_momentum
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class _Sent:
 
     bucket: Bucket
     buffer: torch.Tensor
-    momenta: Sequence[bool]
+    contents: Sequence[Content]
 
 
 class Owed(dict[str, torch.Tensor]):
@@ -44,14 +44,19 @@ class Owed(dict[str, torch.Tensor]):
         return bool(len(self) or self.momentum)
 
     def pay(
-        self, bucket: Bucket, buffer: torch.Tensor, momenta: Sequence[bool], *, compresses: bool
+        self,
+        bucket: Bucket,
+        buffer: torch.Tensor,
+        contents: Sequence[Content],
+        *,
+        compresses: bool,
     ) -> tuple[bool, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Adds what is owed to the gradients of a bucket.
 
         Args:
             bucket: What lies in the buffer.
             buffer: Its elements.
-            momenta: For each group, whether its part of the buffer holds momentum.
+            contents: What the part of each group holds.
             compresses: Whether the codecs of the bucket are used in this step.
 
         Returns:
@@ -60,8 +65,8 @@ class Owed(dict[str, torch.Tensor]):
         if not self:
             return False, []
         later = []
-        for group, is_momentum in zip(bucket.groups, momenta, strict=True):
-            due = self.momentum if is_momentum else self
+        for group, content in zip(bucket.groups, contents, strict=True):
+            due = self.momentum if content is Content.MOMENTUM else self
             waits = compresses and (has_momentum(group.codec) or group.codec.clip > 0)
             for name, (start, stop) in zip(group.names, group.spans, strict=True):
                 if (owed := due.pop(name, None)) is not None:
@@ -82,9 +87,9 @@ class Owed(dict[str, torch.Tensor]):
                     buffer[start:stop].add_(checkpoint.unsent(engine, gradient))
             engine.forget((*group.names, *group.refresh_names))
 
-    def note_sent(self, bucket: Bucket, buffer: torch.Tensor, momenta: Sequence[bool]) -> None:
+    def note_sent(self, bucket: Bucket, buffer: torch.Tensor, contents: Sequence[Content]) -> None:
         """Notes a bucket of this step whose mean the framework may throw away."""
-        self._sent.append(_Sent(bucket, buffer, momenta))
+        self._sent.append(_Sent(bucket, buffer, contents))
 
     def forget_sent(self) -> None:
         """Drops what `note_sent` noted."""
@@ -100,7 +105,8 @@ class Owed(dict[str, torch.Tensor]):
         """
         dropped: list[tuple[str, torch.Tensor, bool]] = []
         for sent in self._sent:
-            for group, is_momentum in zip(sent.bucket.groups, sent.momenta, strict=True):
+            for group, content in zip(sent.bucket.groups, sent.contents, strict=True):
+                is_momentum = content is Content.MOMENTUM
                 if only_compressed and group.codec.name == "none":
                     continue
                 for name, (start, stop) in zip(group.names, group.spans, strict=True):

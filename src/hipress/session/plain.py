@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from hipress.casync.engine.executors import BusyTime
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -25,6 +27,8 @@ class PlainSum:
     def __init__(self, group: ProcessGroup | None) -> None:
         self.sent_bytes = 0
         """Bytes that this rank has sent at least: a ring does not send more."""
+        self.exchanging = BusyTime()
+        """Time in which at least one sum is under way; a session counts exchanges here too."""
         self._group = group
 
     def average(
@@ -39,8 +43,8 @@ class PlainSum:
             on_failure: Called when a rank is lost; the future then gives the buffer all the same.
                 Without it the future raises torch's error.
         """
-        group: Any = self._group or dist.group.WORLD
-        num_ranks = group.size()
+        group: Any = self._group or (dist.group.WORLD if dist.is_initialized() else None)
+        num_ranks = 1 if group is None else group.size()
         if num_ranks == 1:
             future: Future = torch.futures.Future(
                 devices=[buffer.device] if buffer.is_cuda else None
@@ -62,15 +66,19 @@ class PlainSum:
             buffer.mul_(1 / num_ranks)  # as DDP does; a division takes twice as long
         share = 1 / num_ranks if later else 1.0
         work: Any = dist.all_reduce(buffer, group=group, async_op=True)
-        return cast(Future, work.get_future().then(partial(_finish, buffer, share, on_failure)))
+        self.exchanging.begin()
+        finish = partial(_finish, buffer, share, on_failure, self.exchanging)
+        return cast(Future, work.get_future().then(finish))
 
 
 def _finish(
     buffer: torch.Tensor,
     share: float,
     on_failure: Callable[[torch.Tensor, RuntimeError], None] | None,
+    exchanging: BusyTime,
     done: Any,
 ) -> torch.Tensor:
+    exchanging.end()
     try:
         found = cast(torch.Tensor, done.value()[0])
         return found if share == 1.0 else found.mul_(share)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch.distributed as dist
+
+from hipress.casync.engine.engine import Engine
+from hipress.casync.engine.transport import LinkError
 from hipress.codecs.base import WEIGHT
 from hipress.codecs.table import codec as named_codec
-from hipress.errors import UsageError
+from hipress.errors import AgreementError, PeerError, UsageError
 from hipress.probe import codec_costs, links
 from hipress.probe.cache import Points
 from hipress.profile import Machine, ModelProfile, Profile
+from hipress.recommendations import SAFE, UNKNOWN, recommended
 from hipress.secopa import search
 from hipress.secopa.budget import BUDGETS, CAREFUL, PASSED, Budget
-from hipress.session.buckets import has_momentum
-from hipress.session.checkpoint import UNSENT
+from hipress.session.buckets import UNSENT, has_momentum
 from hipress.session.selection import can_take
 from hipress.session.timing import MODEL_TIMES, GradientTimer, merged
 
@@ -25,8 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hipress")
 
-ONEBIT = ("onebit",)
-"""Trains well under SGD without momentum, and where an optimizer has momentum exchanged."""
+T = TypeVar("T")
+
 LINKS_S, SEARCH_S = 1.5, 2.0
 """Approximate seconds for measuring links, and for searching plans."""
 EXEMPT = "no gradient may be compressed (see sync.skipped)"
@@ -38,23 +42,25 @@ DIGITS = 4
 
 
 def allowed(
-    codecs: Iterable[str] | None, budget: float | str | None, *, takes_onebit: bool = False
+    codecs: Iterable[str] | None, budget: float | str | None, optimizer_kind: str = UNKNOWN
 ) -> tuple[str, ...]:
     """Returns the codecs that `auto` may use.
 
     Args:
         codecs: What the user gave; None takes those of the budget.
         budget: A name of `BUDGETS` or a bound; None takes what is safe with the optimizer.
-        takes_onebit: Whether the optimizer is known to train well with `onebit`.
+        optimizer_kind: A kind of `hipress.recommendations`.
 
     Example:
-        >>> allowed(None, None), allowed(["onebit"], None)
-        (('bf16', 'int8'), ('onebit',))
+        >>> allowed(None, None), allowed(None, None, "sgd"), allowed(["onebit"], None)
+        (('bf16', 'int8'), ('bf16', 'int8', 'onebit'), ('onebit',))
     """
     Budget.read(budget)
     if codecs is None:
         if budget is None:
-            return CAREFUL + (ONEBIT if takes_onebit else ())
+            own = recommended(optimizer_kind).codec
+            is_usable = own not in CAREFUL and not has_momentum(named_codec(own))
+            return CAREFUL + ((own,) if is_usable else ())
         return BUDGETS.get(str(budget), PASSED)
     if isinstance(codecs, str) or not isinstance(codecs, Iterable):
         raise UsageError(f"codecs is {codecs!r}; give a list of them, e.g. ['int8', 'onebit'].")
@@ -68,13 +74,13 @@ def allowed(
             raise UsageError(
                 f"codecs holds {name!r}, which applies momentum, and auto also runs uncompressed "
                 "steps, in which nothing would apply it; name codecs without momentum, such as "
-                f"'onebit', or give codec={name!r} in place of auto."
+                f"{SAFE!r}, or give codec={name!r} in place of auto."
             )
         if kept := set(named_codec(name).state_names) - {*UNSENT, WEIGHT}:
             raise UsageError(
                 f"codecs holds {name!r}, which keeps {', '.join(sorted(kept))}, and auto sends "
                 "residuals alone when it changes plans; name codecs that keep residuals only, such "
-                f"as 'onebit', or give codec={name!r} in place of auto."
+                f"as {SAFE!r}, or give codec={name!r} in place of auto."
             )
     return tuple(dict.fromkeys(found))
 
@@ -85,10 +91,18 @@ class Planner:
     Args:
         codecs: Codecs that plans may use.
         budget: Accuracy budget, as for `attach`.
+        keeps_rest: Whether the work between backward and the next forward pass belongs to a step.
     """
 
-    def __init__(self, codecs: tuple[str, ...], budget: float | str | None = None) -> None:
+    def __init__(
+        self,
+        codecs: tuple[str, ...],
+        budget: float | str | None = None,
+        *,
+        keeps_rest: bool = False,
+    ) -> None:
         self.codecs = codecs
+        self._keeps_rest = keeps_rest
         self._budget = Budget.read(budget)
         self._timer: GradientTimer | None = None
         self._stop_timer: Callable[[], None] = lambda: None
@@ -98,16 +112,20 @@ class Planner:
         self._search_s = SEARCH_S
         self._model: ModelProfile | None = None
         self._reasons: dict[str, str] = {}
-        self._problem = ""
+        self.problem = ""
         """Why the measurements cannot be planned with."""
 
     def begin(self, session: Session) -> str:
-        """Starts to time the model, before the first step; returns why no plan can be made.
+        """Starts to time the model, before the first step; returns why no plan can be made."""
+        if all(session.rules.choice(g.spec).reason for g in session.gradients.values()):
+            return EXEMPT
+        return self.observe(session)
+
+    def observe(self, session: Session) -> str:
+        """Starts to time the model; returns why it cannot be timed.
 
         Gradients that no codec takes are summed by torch with every plan, so plans leave them out.
         """
-        if all(session.rules.choice(g.spec).reason for g in session.gradients.values()):
-            return EXEMPT
         if not session.adapter.can_observe:
             return "there is no model to time"
         specs = [g.spec for g in session.gradients.values() if can_take(g.spec)]
@@ -153,7 +171,7 @@ class Planner:
             costs = codec_costs.fitted(engine, names, self._points)
             return Profile(machine=self._machine, network=network, codecs=costs, model=self._model)
         except Exception as error:
-            self._problem = f"the measurements make no profile: {type(error).__name__}: {error}"
+            self.problem = f"the measurements make no profile: {type(error).__name__}: {error}"
             return None
 
     def shortlist(self, profile: Profile | None) -> Sequence[search.Candidate]:
@@ -163,7 +181,7 @@ class Planner:
             UsageError: The measurements cannot be planned with.
         """
         if profile is None:
-            raise UsageError(self._problem)
+            raise UsageError(self.problem)
         if profile.model is None:
             raise UsageError("a rank has timed no whole step")
         if not profile.model.gradients:
@@ -196,8 +214,10 @@ class Planner:
         }
         if own is None or not of_all or any(one is None for one in of_all):
             return None
-        # A step of auto ends with its exchange: what a program does afterwards is no part of it.
-        found = combined(own, names, of_all).model_copy(update={"rest_s": 0.0})
+        found = combined(own, names, of_all)
+        if not self._keeps_rest:
+            # A step of auto ends with its exchange: what a program does later is no part of it.
+            found = found.model_copy(update={"rest_s": 0.0})
         known = {gradient.name for gradient in found.gradients}  # some are not in every step
         buckets = [
             tuple(one for one in names if one in known) for names in session.layout.bucket_names
@@ -208,6 +228,19 @@ class Planner:
                 "bucket_mb": session.adapter.bucket_mb,
             }
         )
+
+
+def together(engine: Engine, measure: Callable[[], T]) -> T:
+    """Measures on all ranks; if one rank fails in it, all raise an error that names it."""
+    try:
+        return measure()
+    except (PeerError, AgreementError):
+        raise
+    except (LinkError, dist.DistError) as error:
+        raise engine.explain(error) from error
+    except Exception as error:
+        engine.give_up(error)  # the others wait for this rank
+        raise
 
 
 def encode_times(own: ModelProfile | None, names: Sequence[str]) -> bytes:

@@ -90,6 +90,18 @@ class Candidate:
     """Predicted seconds of a step."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Measured steps with one plan, or with plain all-reduce."""
+
+    label: str
+    step_s: float
+    """Median seconds of a step."""
+    num_steps: int
+    predicted_s: float | None
+    is_chosen: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of one directive."""
@@ -207,6 +219,7 @@ class Policy:
         self._epoch: int | None = None
         self._reason = FIRST_REASON
         self._labels: dict[int, str] = {}
+        self._predicted_s: dict[int, float] = {}
         self._state_epoch: int | None = None
         """Epoch of the plan whose codecs hold state."""
         self._times: Times = {}
@@ -227,6 +240,21 @@ class Policy:
     def next(self, outcome: Outcome) -> Directive:
         """Returns the directive that follows, given the outcome of the last one."""
         return self._directives.send(outcome)
+
+    def trials(self) -> list[Trial]:
+        """Returns the step times that the last choice was made from, the shortest first."""
+        found = [
+            Trial(
+                label="plain all-reduce" if epoch is None else self._labels.get(epoch, "a plan"),
+                step_s=median(times),
+                num_steps=len(times),
+                predicted_s=None if epoch is None else self._predicted_s.get(epoch),
+                is_chosen=epoch == self._epoch,
+            )
+            for epoch, times in self._times.items()
+            if times
+        ]
+        return sorted(found, key=lambda trial: trial.step_s)
 
     # --- the phases -------------------------------------------------------------------------------
 
@@ -286,6 +314,7 @@ class Policy:
         """
         limits, times = self.limits, dict(known)
         self._labels.update((candidate.epoch, candidate.label) for candidate in candidates)
+        self._predicted_s.update((candidate.epoch, candidate.step_s) for candidate in candidates)
         if not candidates and self._epoch is None:
             return times
         count = self._count(min(map(median, times.values())))

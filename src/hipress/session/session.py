@@ -26,22 +26,33 @@ import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.handle import Handle, joint
-from hipress.codecs.table import codec as named_codec
 from hipress.errors import UsageError
 from hipress.plan import Plan
-from hipress.session import checkpoint, replicas, selection, shards
+from hipress.recommendations import SAFE
+from hipress.session import checkpoint, replicas, report, selection, shards, start_line
 from hipress.session.adapter import Adapter, GradientSpec
 from hipress.session.auto import Auto, note_step_end
-from hipress.session.buckets import Bucket, Gradient, Group, has_momentum
+from hipress.session.buckets import Bucket, Content, Gradient, Group, has_momentum
 from hipress.session.groups import as_tensor, engine_of
 from hipress.session.guard import Guard
 from hipress.session.layout import Layout
 from hipress.session.milder import Override
 from hipress.session.mode import Mode, StepMode
+from hipress.session.momentum import REFRESH, Momentum
+from hipress.session.monitor import Monitor, Totals
 from hipress.session.owed import Owed
 from hipress.session.plain import PlainSum
+from hipress.session.profiler import STEPS, Profiler
 from hipress.session.selection import NONE, Rules
-from hipress.session.stats import Stats, collect, log_line, write_scalars
+from hipress.session.stats import (
+    Stats,
+    VerbTimes,
+    collect,
+    log_line,
+    since,
+    write_scalars,
+    write_split,
+)
 from hipress.session.trace import Tracer, check_path
 
 if TYPE_CHECKING:
@@ -53,8 +64,9 @@ _log = logging.getLogger("hipress")
 
 Future = torch.futures.Future[torch.Tensor]
 
-REFRESH = named_codec("int8(ef=false)")
-"""Sends the gradients themselves where otherwise momentum is exchanged."""
+ONE_PROCESS = "there is one process, which has no other to send to"
+NOT_ENABLED = "enabled=False was given"
+
 SMALLEST_RATE = 1e-20
 """A smaller learning rate moves no parameter; the ratio of another rate to it might overflow."""
 
@@ -101,6 +113,7 @@ class Session:
         adapter: Answers questions about the framework; the defaults if None.
         group: Process group of torch.distributed; all ranks if None.
         enabled: False leaves every gradient to one uncompressed sum.
+        alone: Whether this is the only process, which has nobody to exchange gradients with.
     """
 
     def __init__(
@@ -111,12 +124,14 @@ class Session:
         group: ProcessGroup | None = None,
         *,
         enabled: bool = True,
+        alone: bool = False,
     ) -> None:
         self.settings = settings
         self.adapter = adapter or Adapter()
         self.layout = Layout(rules, self.adapter.offers_momentum)
         self.process_group = group
-        self._enabled = enabled
+        self.idle = ONE_PROCESS if alone else "" if enabled else NOT_ENABLED
+        """Why this session does nothing; empty if it exchanges gradients."""
         self.step = 0
         """Number of finished steps, with those before the checkpoint that was loaded."""
         self.num_steps = 0
@@ -124,32 +139,43 @@ class Session:
         self.untrained: frozenset[str] = frozenset()
         """Names of parameters without a gradient: frozen, or ignored by the framework."""
         self.owed = Owed()
+        self._momentum = Momentum(self.adapter, self.layout, self.owed)
         self.scale = 1.0
         """Loss scale in which codec state is kept."""
         self.rates: dict[str, float] = {}
         """Learning rate of the last step by gradient; rates of 0 are left out."""
         self.loaded: dict[str, Any] | None = None
         """A loaded checkpoint, until the step after it is done."""
+        self.told: dict[str, Any] | None = None
+        """The last `state_dict` of a session that does nothing."""
         self.plain = PlainSum(group)
+        self.monitor = Monitor()
+        """Where the time of steps goes."""
         self.auto: Auto | None = None
         self.guard = Guard() if settings.guard else None
         """Watches the accuracy of codecs."""
         self._writer = settings.writer
         """None if there is none, or it has failed."""
-        if settings.warmup_steps and enabled:
+        self._logged_totals = Totals()
+        """Totals of the monitor at the last log line."""
+        if settings.warmup_steps and not self.idle:
             _check_warmup(rules, settings.warmup_steps)
         first = Mode.WARMUP if settings.warmup_steps else Mode.COMPRESSED
-        self.mode = StepMode(first if enabled else Mode.DETACHED)
+        self.mode = StepMode(Mode.DETACHED if self.idle else first)
+        self.times = VerbTimes()
+        self._logged: Stats | None = None
+        """The figures at the last line of the log."""
+        self._announced: int | None = None
+        """Epoch of the plan of `auto` that was logged last."""
+        self._numels: dict[str, int] = {}
+        """Elements of each gradient of a session that does nothing."""
         self._engine: Engine | None = None
         self._warned: set[str] = set()
         self._tracer: Tracer | None = None
+        self._profiler = Profiler()
         self._rate_ratios: dict[str, float] = {}
         self._with_momentum: list[str] = []
         """Gradients whose codec applies momentum."""
-        self._exchanged_momentum: list[str] = []
-        """Gradients in whose place momentum is exchanged in this step."""
-        self._with_unsent_momentum: set[str] = set()
-        """Gradients whose codecs may hold momentum on some rank; the same on all ranks."""
         self._failure: BaseException | None = None
         self._flats: dict[tuple[str, ...], torch.Tensor] = {}
         """Buffers of `average`."""
@@ -158,7 +184,7 @@ class Session:
         return (
             f"<Session: {len(self.layout.compressed)} of {len(self.gradients)} gradients "
             f"compressed, step "
-            f"{self.step}, {self.mode.current.value if self.enabled else 'not enabled'}>"
+            f"{self.step}, {self.idle or self.mode.current.value}>"
         )
 
     # --- for users --------------------------------------------------------------------------------
@@ -217,6 +243,8 @@ class Session:
         for observer in list(self.adapter.observers):
             for name in values:
                 observer.gradient_ready(name)
+        for name, value in values.items() if self.idle else ():
+            value.copy_(self.pay(name, value))
         self.begin_step()
         by_kind: dict[Any, list[str]] = {}
         for name, value in values.items():
@@ -286,7 +314,7 @@ class Session:
         return shards.shards(self)
 
     def _restart(self) -> None:
-        self._with_unsent_momentum.update(self.layout.senders)
+        self._momentum.note_unsent(self.layout.senders)
         if self.auto is None and not self.mode.is_leaving:
             self.mode.restart(warm=self.step >= self.settings.warmup_steps)
 
@@ -307,15 +335,25 @@ class Session:
         self.warn_of_momentum(self._with_momentum, "after detach")
         self.mode.flush(then=Mode.DETACHED)
 
-    def timeline(self, path: str, steps: int = 10) -> None:
-        """Records the next steps on all ranks; rank 0 writes them for Perfetto. Collective.
+    def timeline(self, path: str, steps: int = 10, start: int = 0) -> None:
+        """Records some steps on all ranks; rank 0 writes them for Perfetto. Collective.
+
+        It begins when `auto` has decided and no kernel has to be compiled any more.
 
         Args:
             path: Path of the JSON file; open it at https://ui.perfetto.dev.
             steps: Number of steps.
+            start: Number of finished steps, of all runs, before which nothing is recorded.
         """
-        if self.mode.current is Mode.DETACHED and self.enabled:
-            raise UsageError("this exchange is detached; there is nothing to record.")
+        if self.idle:
+            _log.info("no timeline is recorded: %s.", self.idle)
+            return
+        if type(start) is not int or start < 0:
+            raise UsageError(f"start is {start!r}; give a number of steps, 0 for none.")
+        if self.mode.is_leaving:
+            raise UsageError(
+                "this exchange is detached and has nothing to record; call timeline before detach."
+            )
         engine = self.engine
         if not self.adapter.can_observe:
             raise UsageError(
@@ -327,12 +365,79 @@ class Session:
                 check_path(path)
         except UsageError as error:
             problem = str(error)
-        problem = engine.agree("timeline", {"steps": steps}, share=problem)[0]
+        facts = {"steps": steps, "start": start}
+        problem = engine.agree("timeline", facts, share=problem)[0]
         if problem is not None:
             raise UsageError(problem)
         if self._tracer is None:
             self._tracer = Tracer(self.adapter, engine, engine.gather, engine.clock_offset)
-        self._tracer.begin(path, steps)
+        own = weakref.ref(self)  # the observed model must not keep this object alive
+
+        def is_steady() -> bool:
+            return (session := own()) is not None and session._is_steady(start)
+
+        self._tracer.begin(path, steps, is_steady)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a timeline has yet to be written."""
+        return self._tracer is not None and self._tracer.active
+
+    def _is_steady(self, first: int) -> bool:
+        """Returns whether the next step is like those after it, on all ranks alike."""
+        settled = self.auto is None or self.auto.phase in ("plain", "compressed")
+        return self.step >= first and settled and self.times.is_steady
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes one page about the run so far, on rank 0; collective.
+
+        It shows where the time went on each rank and over the run, each layer with its codec, bytes
+        and residual, the plan and why it was chosen, and what the accuracy guard did. The page is
+        one file that loads nothing else. It needs plotly: `pip install plotly`.
+
+        Args:
+            path: Path of the HTML file.
+        """
+        if self.idle:
+            _log.info("no report is written: %s.", self.idle)
+            return
+        report.write(self, path)
+
+    def profile(
+        self,
+        path: str | os.PathLike[str],
+        steps: int = STEPS,
+        codecs: Iterable[str] | None = None,
+    ) -> None:
+        """Times the next steps, then measures links and codecs and writes a profile; collective.
+
+        The steps run as they would without it: forward, backward and the moment at which each
+        gradient is ready are timed, and the first two steps do not count. At the end of the last
+        step all ranks stop for some seconds, while links and codecs are measured, and rank 0 writes
+        the file. If training ends before, nothing is written. Work between backward and the next
+        forward pass, such as the optimizer's, is counted on a CPU only. With accumulated gradients
+        a step is one forward and one backward pass.
+
+        Args:
+            path: Path of the file, for `hipress plan --profile` and `hipress simulate --profile`.
+            steps: Number of steps until the file is written, 4 or more.
+            codecs: Codecs to measure; those of `hipress profile` and of this session if None.
+
+        Raises:
+            UsageError: It cannot be written or measured; on all ranks, before anything is measured.
+        """
+        if self.idle:
+            _log.info("no profile is written: %s.", self.idle)
+            return
+        if self.mode.is_leaving:
+            raise UsageError(
+                "this exchange is detached and has nothing to measure; call profile before detach."
+            )
+        if not self.adapter.can_observe:
+            raise UsageError(
+                "profile needs the model, which a bare hook does not know; use attach."
+            )
+        self._profiler.begin(self, path, steps, codecs)
 
     def check_replicas(self) -> None:
         """Compares the parameters of all ranks; collective.
@@ -340,14 +445,21 @@ class Session:
         Raises:
             AgreementError: They differ; it names the first parameter that does.
         """
+        if self.idle:
+            return
         digests = replicas.digests(self.adapter.parameters())
         told = self.engine.agree("the replica check", {"step": self.step}, digests)
         replicas.compare(told, self.step)
 
     @property
     def enabled(self) -> bool:
-        """Whether `attach` was given `enabled=True`; use `detach` to stop later."""
-        return self._enabled
+        """False on one process and where `enabled=False` was given; use `detach` to stop later."""
+        return not self.idle
+
+    @property
+    def model(self) -> Any:
+        """The model to train with: the DDP model, or on one process what `attach` was given."""
+        return self.adapter.model
 
     @property
     def plan(self) -> Plan | None:
@@ -357,6 +469,8 @@ class Session:
     @property
     def skipped(self) -> dict[str, str]:
         """Gradients that are not compressed, and why."""
+        if self.idle:
+            return dict.fromkeys(self._numels, self.idle)
         found = selection.skipped({name: g.choice for name, g in self.gradients.items()})
         return found if self.auto is None else self.auto.skipped(found)
 
@@ -364,6 +478,11 @@ class Session:
     def gradients(self) -> dict[str, Gradient]:
         """All gradients by name, compressed or not."""
         return self.layout.gradients
+
+    @property
+    def numels(self) -> dict[str, int]:
+        """Number of elements of each gradient."""
+        return self._numels or {name: g.numel for name, g in self.gradients.items()}
 
     @property
     def rules(self) -> Rules:
@@ -375,8 +494,9 @@ class Session:
         """The engine that carries the gradients; a bare hook has none before its first step."""
         if self._engine is None:
             raise UsageError(
-                "this exchange has not begun: with comm_hook, run one step first; with "
-                "enabled=False there is none."
+                f"this session does nothing: {self.idle}."
+                if self.idle
+                else "this exchange has not begun: with comm_hook, run one step first."
             )
         return self._engine
 
@@ -391,6 +511,9 @@ class Session:
         """Makes the engine, which ends with this session; collective."""
         self._engine = engine_of(self.process_group, device, Options(), self.settings.seed)
         weakref.finalize(self, self._engine.close)
+        self.plain.exchanging = self._engine.executor.exchanging
+        self.monitor.open(self._engine)
+        weakref.finalize(self, self.monitor.close)
         return self._engine
 
     def register(self, specs: Iterable[GradientSpec]) -> None:
@@ -428,26 +551,36 @@ class Session:
 
     def announce(self) -> None:
         """Logs on rank 0 what is compressed, with warnings about the optimizer; starts `auto`."""
+        if self.mode.is_leaving:
+            return  # a bare hook that was detached before its first step
+        checked = self.adapter.about_optimizer()
         if self.auto is not None:
-            self.auto.start(self)
+            self.auto.start(self, checked)
             return
         if self.engine.transport.rank != 0:
             return
-        compressed = self.layout.compressed
-        total = sum(g.numel for g in self.gradients.values())
-        inside = sum(g.numel for g in compressed)
-        codecs = ", ".join(sorted({g.choice.codec.name for g in compressed})) or "none"
-        instead = "; momentum is sent in place of the gradients" if self.layout.senders else ""
-        _log.info(
-            "%d of %d gradients (%.1f %% of the elements) are compressed with %s%s.",
-            len(compressed), len(self.gradients), 100 * inside / max(total, 1), codecs, instead,
-        )  # fmt: skip
-        if not compressed and any(codec.name != "none" for codec in self.rules.codecs):
+        _log.info("%s%s.", start_line.line(self), f"; {checked}" if checked else "")
+        if not self.layout.compressed and any(codec.name != "none" for codec in self.rules.codecs):
             _log.warning(
                 "no gradient is compressed: all are exempt (see sync.skipped); lower min_size, or "
                 "give include=."
             )
         self._warn()
+
+    def begin_idle(self, specs: Iterable[GradientSpec]) -> None:
+        """Logs on rank 0 that this session does nothing; takes note of its gradients."""
+        self._numels = {spec.name: spec.numel for spec in specs}
+        if not dist.is_initialized() or dist.get_rank(self.process_group) == 0:
+            _log.info("%s: hipress does nothing.", self.idle)
+
+    def pay(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient of a session that does nothing, with what a checkpoint owes to it."""
+        owed = self.owed.pop(name, None)
+        if owed is None:
+            return gradient
+        scale = self.adapter.loss_scale()
+        owed = owed * ((1.0 if scale is None else scale) / self.scale)
+        return gradient + self.adapter.shaped(name, owed, gradient).to(gradient)
 
     def warn_of_momentum(self, names: Sequence[str], when: str) -> None:
         """Warns on rank 0 that the codec's momentum is missing, unless the optimizer has its own.
@@ -494,6 +627,12 @@ class Session:
         if plan is not None and self.engine.transport.rank == 0:
             self._warn()
 
+    def _announce_plan(self, plan: Plan) -> None:
+        """Logs on rank 0 what a plan that `auto` has chosen compresses."""
+        if plan.epoch != self._announced and self.engine.transport.rank == 0:
+            self._announced = plan.epoch
+            _log.info("auto, step %d: %s.", self.step, start_line.line(self))
+
     def _warn(self) -> None:
         compressed = [(g.name, g.choice.codec) for g in self.layout.compressed]
         for sentence in self.adapter.warnings(compressed):
@@ -507,12 +646,14 @@ class Session:
         """Decides the mode of this step, on all ranks alike; before the first `exchange`."""
         if self.mode.current is Mode.DETACHED:
             return
-        self._forget_momentum()
+        self._momentum.forget()
         self.owed.forget_sent()
         self._advance_mode()
         if self.guard is not None:
             self.guard.begin(self)
         self._check_gradients()
+        if self.mode.current.compresses and self.layout.compressed:
+            self._momentum.check(self.engine, self.step)
         every = self.settings.check_every
         if every and self.step % every == 0:
             self.check_replicas()
@@ -532,73 +673,39 @@ class Session:
         """
         mode = self.mode.current
         if mode is Mode.DETACHED:
-            self._forget_momentum()
+            self._momentum.forget()
             return self.plain.average(buffer)
+        self.monitor.note_bucket()
         bucket = self.layout.bucket(index, tuple(names), buffer)
         if self._tracer is not None:
             self._tracer.on_bucket(index, [n for group in bucket.groups for n in group.names])
-        momenta = self._make_momenta(bucket, buffer)
-        added, later = self.owed.pay(bucket, buffer, momenta, compresses=mode.compresses)
+        contents = self._momentum.make(bucket, buffer, mode, self.scale)
+        added, later = self.owed.pay(bucket, buffer, contents, compresses=mode.compresses)
         if mode is Mode.FLUSHING:
             self.owed.flush(self.engine, bucket, buffer)
         uses_engine = self._uses_engine(bucket)
         if uses_engine or added or mode is Mode.FLUSHING:
-            self.owed.note_sent(bucket, buffer, momenta)
+            self.owed.note_sent(bucket, buffer, contents)
         if not uses_engine:
             try:
                 return self.plain.average(buffer, self._on_lost_sum)
             except RuntimeError as error:
                 raise self.engine.explain(error) from error
         if self.guard is not None and self.guard.is_active:
-            self.guard.take(self, bucket, buffer, momenta, later)
+            self.guard.take(self, bucket, buffer, contents, later)
         handles = [
-            self._start_group(group, buffer, is_momentum)
-            for group, is_momentum in zip(bucket.groups, momenta, strict=True)
+            self._start_group(group, buffer, content)
+            for group, content in zip(bucket.groups, contents, strict=True)
         ]
         on_result = partial(_add_owed, later) if later else None
         return joint(handles, buffer, partial(self._note_failure, buffer), on_result)
 
-    def _make_momenta(self, bucket: Bucket, buffer: torch.Tensor) -> list[bool]:
-        """Turns gradients into momentum, in place, where the optimizer wants that exchanged.
-
-        Returns for each group of the bucket whether its part of the buffer holds momentum now.
-        """
-        found = []
-        for group in bucket.groups:
-            found.append(is_momentum := self._is_momentum_due(group))
-            if is_momentum:
-                if self.mode.current is Mode.FLUSHING:
-                    self._with_unsent_momentum.difference_update(group.names)
-                else:
-                    self._with_unsent_momentum.update(group.names)
-                self._exchanged_momentum += group.names
-                self.adapter.note_exchanged(group.names, is_momentum=True)
-                for name, (start, stop) in zip(group.names, group.spans, strict=True):
-                    self.adapter.make_momentum(name, buffer[start:stop], self.scale)
-        return found
-
-    def _forget_momentum(self) -> None:
-        """Tells the optimizer that it receives gradients, unless it is told otherwise."""
-        if self._exchanged_momentum:
-            self.adapter.note_exchanged(self._exchanged_momentum, is_momentum=False)
-            self._exchanged_momentum = []
-
-    def _is_momentum_due(self, group: Group) -> bool:
-        if not group.sends_momentum:
-            return False
-        if self.mode.current is Mode.FLUSHING:
-            # What codecs hold is momentum; without it nothing has been exchanged but gradients. The
-            # state of this rank does not tell: with `hierarchical` it may hold nothing.
-            unsent = self._with_unsent_momentum.union(self.owed.momentum)
-            return not unsent.isdisjoint(group.names)
-        return self.mode.current.compresses and not self.adapter.wants_gradients(group.names)
-
-    def _start_group(self, group: Group, buffer: torch.Tensor, is_momentum: bool) -> Handle:
+    def _start_group(self, group: Group, buffer: torch.Tensor, content: Content) -> Handle:
         """Starts the exchange of the gradients of a bucket that travel together."""
         values = [buffer[start:stop] for start, stop in group.spans]
         if self.mode.current is Mode.WARMUP:
             return self.engine.allreduce(values, codec=NONE, names=group.names, step=self.step)
-        if group.sends_momentum and not is_momentum:
+        if content is Content.REFRESH:
             return self.engine.allreduce(
                 values,
                 codec=REFRESH,
@@ -625,8 +732,10 @@ class Session:
         note_step_end(self.auto)
         if self.mode.current is Mode.DETACHED:
             return
+        self.monitor.end_step(self)
         if self._failure is not None:
             raise self._failure
+        self.times.end_step(self.engine)
         if accumulating := self._with_momentum or self.layout.senders:
             self.adapter.note_means(accumulating)
         # What `auto` or the guard has left uncompressed may contain what was owed.
@@ -647,12 +756,18 @@ class Session:
             self._tracer.on_step_end()
         every = self.settings.log_every
         if every and self.step % every == 0 and self.engine.transport.rank == 0:
-            stats = self.stats()
+            now = self.stats()
+            stats, self._logged = since(self._logged, now), now
             _log.info(log_line(self.step, stats))
             if self._writer is not None and not write_scalars(self._writer, self.step, stats):
                 self._writer = None
+            split = self.monitor.totals.since(self._logged_totals).split()
+            self._logged_totals = self.monitor.totals
+            if self._writer is not None and not write_split(self._writer, self.step, split):
+                self._writer = None
         if self.auto is not None and not self.mode.is_leaving:
             self.auto.end(self.engine)
+        self._profiler.on_step_end(self)
 
     def _advance_mode(self) -> None:
         if self.mode.is_leaving:
@@ -673,6 +788,8 @@ class Session:
             else:
                 self.mode.use_plan()
             self._install(plan)
+            if plan is not None and self.mode.current is Mode.COMPRESSED:
+                self._announce_plan(plan)
         elif self.mode.current is Mode.WARMUP and self.step >= self.settings.warmup_steps:
             self.mode.end_warmup()
 
@@ -684,12 +801,11 @@ class Session:
         if self.adapter.holds_means():
             first = self.gradients[accumulating[0]]
             who = "the optimizer" if first.sends_momentum else first.choice.codec.name
-            other = "int8" if first.sends_momentum else "onebit"
             raise UsageError(
                 f"the gradients of this backward pass were added to the means of step {self.step}, "
                 f"of which {who} would take momentum a second time: call optimizer.zero_grad() "
                 "between two backward passes, put all but the last one of a step in "
-                f"model.no_sync(), or take a codec without momentum, such as {other}."
+                f"model.no_sync(), or take a codec without momentum, such as {SAFE}."
             )
 
     def _uses_engine(self, bucket: Bucket) -> bool:
@@ -728,6 +844,8 @@ class Session:
             self.owed.momentum.clear()
         if self._tracer is not None:
             self._tracer.finish()
+        self.monitor.close()
+        self._profiler.cancel(self)
         if self.engine.transport.rank == 0:
             _log.info("detached after step %d: plain all-reduce from here on.", self.step)
 
@@ -781,7 +899,7 @@ def _check_warmup(rules: Rules, num_steps: int) -> None:
             raise UsageError(
                 f"warmup_steps is {num_steps} and {codec.name} applies momentum, which nothing "
                 "would apply in uncompressed steps: leave warmup_steps out, take a codec without "
-                "momentum, such as onebit, or use the warm-up of dgc, e.g. "
+                f"momentum, such as {SAFE}, or use the warm-up of dgc, e.g. "
                 f"dgc(warmup={num_steps})."
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +11,20 @@ from typing import Any
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError
 from hipress.plan import Plan
+from hipress.recommendations import SAFE, UNKNOWN
 from hipress.session import planner, selection
 from hipress.session.adapter import GradientSpec
 from hipress.session.buckets import has_momentum
 from hipress.session.planner import Planner
 from hipress.session.selection import Rules
-from hipress.session.session import Session, Settings
-from hipress.settings import LOG, log_level
+from hipress.session.session import ONE_PROCESS, Session
+from hipress.settings import log_level
+from hipress.units import counted
 
 _log = logging.getLogger("hipress")
 
-DEFAULT_CODEC = "int8"
-"""Used when only a strategy was given: it is safe with every optimizer."""
+DEFAULT_CODEC = SAFE
+"""Used when only a strategy was given."""
 AUTO = "auto"
 """In place of a codec: measure, plan, and compress where that is faster."""
 
@@ -48,7 +50,7 @@ def decide(
     min_size: int,
     codecs: Iterable[str] | None = None,
     budget: float | str | None = None,
-    takes_onebit: bool = False,
+    optimizer_kind: str = UNKNOWN,
 ) -> Decision:
     """Checks the arguments that `attach` and `start` share.
 
@@ -61,7 +63,7 @@ def decide(
         min_size: Gradients with fewer elements are exempt.
         codecs: Codecs that `auto` may use; by the budget if None.
         budget: Accuracy budget of `auto`.
-        takes_onebit: Whether the optimizer is known to train well with `onebit`.
+        optimizer_kind: A kind of `hipress.recommendations`.
     """
     if codec == AUTO and (strategy is not None or plan is not None):
         given = "strategy" if strategy is not None else "plan"
@@ -79,7 +81,7 @@ def decide(
         min_size=min_size,
         default_codec=DEFAULT_CODEC,
     )
-    allowed = planner.allowed(codecs, budget, takes_onebit=takes_onebit) if is_auto else ()
+    allowed = planner.allowed(codecs, budget, optimizer_kind) if is_auto else ()
     return Decision(rules=rules, is_auto=is_auto, codecs=allowed, budget=budget)
 
 
@@ -100,16 +102,18 @@ def begin(
         register_hook: Called when all ranks agree.
     """
     selection.check_names(decision.rules, names)
-    show_log(session.settings, is_auto=decision.is_auto and session.enabled)
-    if not session.enabled:
+    show_log()
+    if session.idle:
+        session.untrained = frozenset(names) - {spec.name for spec in specs}
+        session.begin_idle(specs)
         choices = {spec.name: decision.rules.choice(spec) for spec in specs}
         session.warn_of_momentum(
             [name for name, choice in choices.items() if has_momentum(choice.codec)],
-            "with enabled=False",
+            "on one process" if session.idle == ONE_PROCESS else "with enabled=False",
         )
         return session
     if not specs:
-        raise UsageError("the model has no parameter that is trained; there is nothing to attach.")
+        raise UsageError("the model has no parameter that is trained; set requires_grad on some.")
     engine = session.open(specs[0].device)
     facts = {}
     try:
@@ -120,28 +124,47 @@ def begin(
         engine.agree("attach", session.facts() | facts)
         register_hook()
     except BaseException:
+        session.monitor.close()
         engine.close()
         raise
     plan = decision.rules.plan
     num_ranks = engine.transport.num_ranks
     if plan is not None and plan.num_ranks not in (None, num_ranks) and engine.transport.rank == 0:
         _log.warning(
-            "the plan was made for %d ranks and this job has %d; make one for this number with "
-            "hipress plan --nodes.", plan.num_ranks, num_ranks,
+            "the plan was made for %s and this job has %d; make one for this number with hipress "
+            "plan --nodes.", counted(plan.num_ranks or 0, "rank"), num_ranks,
         )  # fmt: skip
     session.untrained = frozenset(names) - set(session.gradients)
     session.announce()
     return session
 
 
-def show_log(settings: Settings, *, is_auto: bool = False) -> None:
-    """Shows the log lines that the user asked for, if the program has set up no logging."""
-    wanted = os.environ.get(LOG.name) is not None
-    if settings.log_every or wanted or is_auto:
-        level = log_level() if wanted else logging.INFO
-        if not _log.isEnabledFor(level):
-            _log.setLevel(level)
-        if not _log.hasHandlers():
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("hipress: %(message)s"))
-            _log.addHandler(handler)
+def show_log() -> None:
+    """Shows the lines of the logger `hipress` on stderr, unless the program shows them itself.
+
+    The program's own level of this logger stays. Without one it is that of HIPRESS_LOG.
+    """
+    level = log_level()
+    if _log.level in (logging.NOTSET, _stderr.given):
+        _log.setLevel(level)
+        _stderr.given = level
+    if not _log.hasHandlers():
+        _log.addHandler(_stderr)
+
+
+class _Stderr(logging.Handler):
+    """Writes to stderr as long as the program has no handler of its own."""
+
+    given: int | None = None
+    """The level that the logger was given here."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _log.handlers == [self] and not logging.getLogger().handlers:
+            try:
+                print(self.format(record), file=sys.stderr, flush=True)
+            except Exception:  # a closed stderr is no reason to end a training run
+                self.handleError(record)
+
+
+_stderr = _Stderr()
+_stderr.setFormatter(logging.Formatter("hipress: %(message)s"))

@@ -19,6 +19,7 @@ import json
 import logging
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,15 +33,16 @@ from hipress.casync.engine.recipe import codes_local
 from hipress.casync.engine.state_store import Key
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.graph import Kind, Verb
+from hipress.codecs import residual
 from hipress.codecs.base import RANDOM_KEYS, WEIGHT, State
 from hipress.errors import HipressError, UsageError
 from hipress.session import checkpoint
+from hipress.session.buckets import UNSENT, Gradient
 from hipress.session.checkpoint import OVERRIDES, OWED_MOMENTUM
 from hipress.session.milder import as_text, from_text
 from hipress.session.mode import Mode
 
 if TYPE_CHECKING:
-    from hipress.session.buckets import Gradient
     from hipress.session.session import Session
 
 _log = logging.getLogger("hipress")
@@ -85,16 +87,13 @@ def save(session: Session, folder: Path) -> None:
     They are written beside it and renamed, so the last checkpoint is there until this one is
     complete.
     """
-    if not session.enabled:
-        _log.warning("nothing is saved in %s: the exchange is not enabled.", folder)
-        return
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     found = shards(session)
     partial = folder.with_name(f"{folder.name}.partial")
-    is_first = session.engine.transport.rank == 0
+    is_first = _rank(session) == 0
 
     def clear() -> None:
         if is_first:
@@ -107,7 +106,16 @@ def save(session: Session, folder: Path) -> None:
         # One file for each tensor: DCP holds the copies of a file's tensors until it is written.
         writer = FileSystemWriter(partial, single_file_per_rank=False)
         try:
-            dcp_save(found, storage_writer=writer, process_group=session.process_group)
+            alone = not dist.is_initialized()
+            with warnings.catch_warnings():
+                if alone:  # of which DCP warns
+                    warnings.simplefilter("ignore")
+                dcp_save(
+                    found,
+                    storage_writer=writer,
+                    process_group=session.process_group,
+                    no_dist=alone,
+                )
         except CheckpointException as error:  # of any rank, raised on all of them
             rank, (reason, _) = next(iter(error.failures.items()))
             raise OSError(f"rank {rank}: {_line(reason)}") from error
@@ -180,15 +188,18 @@ def _old(folder: Path) -> Path:
 
 def shards(session: Session) -> dict[str, torch.Tensor]:
     """Returns what this rank writes: views of its codec state, by key; collective."""
-    engine = session.engine
-    engine.wait_idle()
+    if not session.idle:
+        session.engine.wait_idle()
     facts = _facts(session)
     text = json.dumps(facts, sort_keys=True).encode()
-    digest = hashlib.blake2b(text, digest_size=8).hexdigest()
-    engine.agree("the checkpoint", {"step": session.step, "state": digest})
     found = {FACTS: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     found |= {f"owed/{name}": owed for name, owed in session.owed.items()}
     found |= {f"{OWED_MOMENTUM}/{name}": owed for name, owed in session.owed.momentum.items()}
+    if session.idle:
+        return found
+    engine = session.engine
+    digest = hashlib.blake2b(text, digest_size=8).hexdigest()
+    engine.agree("the checkpoint", {"step": session.step, "state": digest})
     rank = engine.transport.rank
     for gradient in filter(lambda one: one.is_compressed, session.gradients.values()):
         for key, state in _held(engine, gradient):
@@ -201,12 +212,12 @@ def shards(session: Session) -> dict[str, torch.Tensor]:
 
 def _facts(session: Session) -> dict[str, Any]:
     """Returns what all ranks must know to read the shards."""
-    engine = session.engine
+    hosts = session.engine.hosts if session.is_open else (0,)
     rates = session.adapter.learning_rates()
     return {
         "version": VERSION,
-        "world_size": engine.transport.num_ranks,
-        "hosts": list(engine.hosts),
+        "world_size": len(hosts),
+        "hosts": list(hosts),
         "step": session.step,
         "scale": session.scale,
         "rates": {name: session.rates.get(name, rate) for name, rate in rates.items()},
@@ -277,14 +288,11 @@ def load(session: Session, folder: Path, entry: str) -> None:
         folder: The folder of `save`, or of `dcp.save`.
         entry: The key of the shards in what `dcp.save` was given; empty for `save`.
     """
-    if session.mode.current is Mode.DETACHED:
-        _log.warning(
-            "the residuals of the checkpoint are ignored: the exchange is %s.",
-            "detached" if session.enabled else "not enabled",
-        )
+    if session.mode.current is Mode.DETACHED and not session.idle:
+        _log.warning("the residuals of the checkpoint are ignored: the exchange is detached.")
         return
-    engine = session.engine
-    engine.wait_idle()
+    if not session.idle:
+        session.engine.wait_idle()
     found: list[_Loaded] = []
     _jointly(
         session,
@@ -293,6 +301,12 @@ def load(session: Session, folder: Path, entry: str) -> None:
     )
     loaded = found[0]
     facts = loaded.facts
+    if session.idle:
+        session.step, session.scale = int(facts["step"]), float(facts["scale"])
+        has_momentum = bool(loaded.owed_momentum or loaded.momentum)
+        checkpoint.owe_idle(session, loaded.owed, has_momentum, facts.get(OVERRIDES, "{}"))
+        return
+    engine = session.engine
     engine.agree("loading", {"step": facts["step"], "world_size": facts["world_size"]})
     session.step, session.scale = int(facts["step"]), float(facts["scale"])
     session.rates = dict(facts["rates"])
@@ -372,12 +386,13 @@ def _read(session: Session, reader: _Reader) -> _Loaded:
     for name, described in facts["gradients"].items():
         if not checkpoint.is_trained(session, name, described["numel"]):
             continue
-        gradient = session.layout.under(name, overrides.get(name))
         parts = by_name.get(name, [])
-        if _is_same(session, gradient, facts, described):
+        if not session.idle and _is_same(
+            session, session.layout.under(name, overrides.get(name)), facts, described
+        ):
             loaded.parts |= _read_own(session.engine, parts, reader)
         else:
-            _read_all(loaded, gradient, described, parts, reader)
+            _read_all(loaded, described, parts, reader)
     return loaded
 
 
@@ -404,7 +419,6 @@ def _read_own(engine: Engine, parts: list[Shard], reader: _Reader) -> dict[Key, 
 
 def _read_all(
     loaded: _Loaded,
-    gradient: Gradient,
     described: dict[str, Any],
     parts: list[Shard],
     reader: _Reader,
@@ -413,15 +427,15 @@ def _read_all(
     hosts, strategy = tuple(loaded.facts["hosts"]), described["strategy"]
     owed = loaded.owed_momentum if described.get(SENDS_MOMENTUM) else loaded.owed
     for part in parts:
-        is_unsent = part.key in checkpoint.UNSENT
+        is_unsent = part.key in UNSENT
         if not is_unsent and part.kind is not Kind.FRAME:
             continue  # momentum belongs to workers
         factor = checkpoint.factor(strategy, hosts, part.kind, part.merged, part.rank)
         target = owed if is_unsent else loaded.momentum.setdefault(part.name, {})
         name = part.name if is_unsent else part.key
         if name not in target:
-            target[name] = torch.zeros(gradient.numel)
-        value = reader.read(str(part))
+            target[name] = torch.zeros(described["numel"])
+        value = residual.values(reader.read(str(part)), part.stop - part.start)
         target[name][part.start : part.stop].add_(value, alpha=factor / len(hosts))
 
 
@@ -446,12 +460,22 @@ def _jointly(session: Session, work: Callable[[], object], text: str) -> None:
         pickle.UnpicklingError,
     ) as error:  # fmt: skip
         problem = text.replace("{reason}", _line(error))
+    if session.idle:
+        if dist.is_initialized():
+            dist.barrier(group=session.process_group)
+        if problem is not None:
+            raise UsageError(problem)
+        return
     with checkpoint.named(session):
         dist.barrier(group=session.process_group)  # may wait longer than an agreement
     told = session.engine.agree("the checkpoint", {}, share=problem)
     for rank, one in enumerate(told):
         if one is not None:
             raise UsageError(one if all(other == one for other in told) else f"rank {rank}: {one}")
+
+
+def _rank(session: Session) -> int:
+    return dist.get_rank(session.process_group) if dist.is_initialized() else 0
 
 
 def _line(error: BaseException) -> str:

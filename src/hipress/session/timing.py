@@ -136,7 +136,9 @@ class GradientTimer(StepObserver):
     def __init__(self, specs: Iterable[GradientSpec]) -> None:
         self._specs = {spec.name: spec for spec in specs}
         if not self._specs:
-            raise UsageError("the model has no parameter that is trained, so it has no gradient.")
+            raise UsageError(
+                "the model has no parameter that is trained; set requires_grad on some."
+            )
         self._device = one_device(spec.device for spec in self._specs.values())
         self._on_gpu = self._device.type == "cuda"
         self.steps: deque[Step] = deque(maxlen=MAX_STEPS)

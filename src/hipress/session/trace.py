@@ -1,6 +1,6 @@
 """Records some training steps on all ranks and writes them as one timeline.
 
-    idle -- begin --> armed -- next forward pass --> recording -- last step --> idle
+    idle -- begin --> armed -- forward pass of a steady step --> recording -- last step --> idle
 
 Times are host times: on a GPU the rows of the model show when work was launched.
 """
@@ -20,6 +20,7 @@ from hipress.casync.engine.engine import Engine
 from hipress.errors import UsageError
 from hipress.session.adapter import Adapter, StepObserver
 from hipress.timeline import BUCKETS, MODEL, Event, RankTrace, chrome_trace
+from hipress.units import counted
 
 _log = logging.getLogger("hipress")
 
@@ -50,20 +51,27 @@ class Tracer(StepObserver):
         self._clock_offset = clock_offset
         self._host = host or socket.gethostname()
         self._stop_observing: Callable[[], None] | None = None
+        self._is_ready: Callable[[], bool] = lambda: True
         self._recording = False
         self._path = Path()
 
     @property
     def active(self) -> bool:
-        """Whether steps are recorded, or will be from the next forward on."""
+        """Whether steps are recorded, or will be."""
         return self._stop_observing is not None
 
-    def begin(self, path: str | os.PathLike[str], steps: int) -> None:
-        """Records steps from the next forward on, then writes them; collective.
+    def begin(
+        self,
+        path: str | os.PathLike[str],
+        steps: int,
+        is_ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Records steps from one of the next forwards on, then writes them; collective.
 
         Args:
             path: Path of the file, on rank 0's machine.
             steps: Number of steps.
+            is_ready: Returns whether to begin with the forward that begins; on all ranks alike.
 
         Raises:
             UsageError: The file cannot be written (known to rank 0 only), there are no steps, or
@@ -78,6 +86,7 @@ class Tracer(StepObserver):
         self._path = Path(path).absolute()
         if self._engine.transport.rank == 0:
             check_path(self._path)
+        self._is_ready = is_ready
         self._offset_ns, self._error_ns = self._clock_offset()
         self._steps, self._step = steps, 0
         self._seen: list[Event] = []
@@ -156,7 +165,7 @@ class Tracer(StepObserver):
         """Starts recording with the first forward pass of a step."""
         now_ns = time.perf_counter_ns()
         if not self._recording:
-            if not trains:
+            if not (trains and self._is_ready()):
                 return
             self._recording = True
             self._events = self._engine.record()
@@ -201,9 +210,9 @@ class Tracer(StepObserver):
             _log.warning("the timeline could not be written to %s: %s.", self._path, reason)
             return
         _log.info(
-            "%d steps of %d ranks are drawn in %s: open it at https://ui.perfetto.dev.",
-            self._step,
-            len(gathered),
+            "%s of %s are drawn in %s: open it at https://ui.perfetto.dev.",
+            counted(self._step, "step"),
+            counted(len(gathered), "rank"),
             self._path,
         )
 
@@ -230,10 +239,15 @@ def check_path(path: str | os.PathLike[str]) -> None:
 
 
 def write(path: Path, trace: Mapping[str, Any]) -> None:
-    """Writes a trace; a reader of the path finds the old file or all of the new one."""
+    """Writes a trace as JSON."""
+    replace_file(path, json.dumps(trace, allow_nan=False, separators=(",", ":")))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file; a reader of the path finds the old one or all of the new one."""
     beside = _beside(path)
     try:
-        beside.write_text(json.dumps(trace, allow_nan=False, separators=(",", ":")), "utf-8")
+        beside.write_text(text, "utf-8")
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hipress.codecs.base import Codec
-from hipress.errors import UsageError
+from hipress.errors import UsageError, public
 from hipress.plan import MIN_SIZE, Plan
 from hipress.session import Session, Settings, Stats
 from hipress.session.setup import AUTO, DEFAULT_CODEC, begin, decide, show_log
 from hipress.torch.ddp import DDPAdapter, clean, hook, sparse_names
 from hipress.torch.optim import Adam, AdamW, MomentumExchange
-from hipress.torch.optimizer_checks import is_plain_sgd
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,8 +25,9 @@ Sync = Session
 __all__ = ["Adam", "AdamW", "MomentumExchange", "Stats", "Sync", "attach", "comm_hook"]
 
 
+@public
 def attach(
-    ddp_model: nn.Module,
+    model: nn.Module,
     codec: str | Codec | None = None,
     strategy: str | None = None,
     plan: str | Plan | dict[str, Any] | None = None,
@@ -48,14 +47,16 @@ def attach(
     budget: float | str | None = None,
     guard: bool | None = None,
 ) -> Sync:
-    """Compresses the gradients that a DDP model exchanges, while backward goes on.
+    """Compresses the gradients that a model exchanges, while backward goes on.
 
-    Call it once on all ranks, after the model is wrapped and before the first step. Without codec,
+    Call it once on all ranks, before the first step, and train with `sync.model`. Without codec,
     strategy and plan it measures in the first steps, makes plans, tries them, and compresses where
-    that is faster; it keeps watching afterwards.
+    that is faster; it keeps watching afterwards. On one process it does nothing to a plain module;
+    a DDP of one rank is compressed as one of several would be.
 
     Args:
-        ddp_model: A `DistributedDataParallel`, also one that torch.compile has wrapped.
+        model: A `DistributedDataParallel`, also one that torch.compile has wrapped; or a module on
+            its device, which is wrapped in one if there are other ranks.
         codec: An expression such as `onebit` or `dgc(ratio=0.01)`, or a codec. `auto` or None
             measures and decides; with only a strategy given it is `int8`.
         strategy: `ps`, `ring`, `hierarchical` or `allreduce`; `ps` if None.
@@ -64,10 +65,10 @@ def attach(
         include: Those that are compressed although they are small or have one dimension.
         min_size: Gradients with fewer elements are not compressed.
         warmup_steps: Number of first steps in which nothing is compressed.
-        optimizer: Lets hipress warn if it applies momentum or weight decay a second time, and
-            lets codecs with momentum follow its learning rate. With `hipress.torch.AdamW` or `Adam`
-            codecs that do not keep the sizes of elements, such as `onebit`, are given its momentum
-            in place of the gradient.
+        optimizer: Lets hipress warn if it does not suit the codec, or applies momentum or weight
+            decay a second time, and lets codecs with momentum follow its learning rate. With
+            `hipress.torch.AdamW` or `Adam` codecs that do not keep the sizes of elements, such as
+            `onebit`, are given its momentum in place of the gradient.
         scaler: The GradScaler, if there is one; residuals follow its scale.
         enabled: False leaves everything to DDP.
         check_every: Number of steps between two comparisons of all ranks' parameters; 0: never.
@@ -83,7 +84,8 @@ def attach(
             layers for which one is not accurate enough a milder one; None: with auto.
 
     Returns:
-        The session: `stats`, `state_dict`, `timeline`, `detach`.
+        The session: `model`, `stats`, `state_dict`, `timeline`, `detach`. On one process, where
+        the model is no DDP, its methods do nothing.
 
     Raises:
         UsageError: An argument is wrong.
@@ -94,13 +96,12 @@ def attach(
         >>> from torch.nn.parallel import DistributedDataParallel as DDP
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model = DDP(torch.nn.Linear(128, 128))
-        >>> sync = hipress.attach(model, codec="onebit")
+        >>> sync = hipress.attach(model, codec="int8")
         >>> model(torch.randn(4, 128)).sum().backward()
         >>> sync.stats().skipped
         {'bias': 'one dimension (norm or bias)'}
         >>> dist.destroy_process_group()
     """
-    ddp = _unwrapped(ddp_model)
     if not isinstance(enabled, bool):
         raise UsageError(f"enabled is {enabled!r}; give True or False.")
     adapter = DDPAdapter(optimizer, scaler)
@@ -113,7 +114,7 @@ def attach(
         min_size=min_size,
         codecs=codecs,
         budget=budget,
-        takes_onebit=is_plain_sgd(optimizer) or adapter.can_exchange_momentum,
+        optimizer_kind=adapter.optimizer_kind,
     )
     if decision.is_auto and not adapter.can_exchange_momentum:
         adapter.exchange_gradients()
@@ -125,27 +126,31 @@ def attach(
         seed=seed,
         guard=guard,
     )
-    adapter.use_model(ddp)
+    ddp = adapter.use_model(model)
+    module = model if ddp is None else ddp.module
+    ignored = () if ddp is None else ddp.parameters_to_ignore
     named = [
         (clean(name), parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
     ]
     # A model that does not fill a bucket is cut as finely as if it did.
-    adapter.bucket_numel = min(
-        int(ddp.bucket_bytes_cap) // 4, sum(parameter.numel() for _, parameter in named)
-    )
-    session = Session(decision.rules, settings, adapter, ddp.process_group, enabled=enabled)
+    numel = sum(parameter.numel() for _, parameter in named)
+    adapter.bucket_numel = numel if ddp is None else min(int(ddp.bucket_bytes_cap) // 4, numel)
+    group = None if ddp is None else ddp.process_group
+    alone = ddp is None
+    session = Session(decision.rules, settings, adapter, group, enabled=enabled, alone=alone)
     return begin(
         session,
         decision,
         # Backward computes the gradients of the last layers first.
-        adapter.specs(reversed(named), sparse_names(ddp.module)),
-        [clean(name) for name, _ in ddp.module.named_parameters()],
+        adapter.specs(reversed(named), sparse_names(module)),
+        [clean(name) for name, _ in module.named_parameters()],
         register_hook=lambda: adapter.register_hook(session),
     )
 
 
+@public
 def comm_hook(
     codec: str | Codec | None = None,
     strategy: str | None = None,
@@ -183,7 +188,7 @@ def comm_hook(
 
     Example:
         >>> import hipress.torch
-        >>> state, hook = hipress.torch.comm_hook(codec="onebit")
+        >>> state, hook = hipress.torch.comm_hook(codec="int8")
         >>> # ddp_model.register_comm_hook(state, hook)
     """
     if codec == AUTO:
@@ -204,18 +209,5 @@ def comm_hook(
         seed=seed,
         guard=guard,
     )
-    show_log(settings)
+    show_log()
     return Session(decision.rules, settings, DDPAdapter(optimizer, scaler), process_group), hook
-
-
-def _unwrapped(model: nn.Module) -> DistributedDataParallel:
-    inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
-    if not isinstance(inner, DistributedDataParallel):
-        kind = type(model).__name__
-        hint = (
-            "FSDP is not supported yet"
-            if "FSDP" in kind or "FullyShard" in kind
-            else "wrap it first: model = DistributedDataParallel(model)"
-        )
-        raise UsageError(f"attach was given a {kind}; it takes a DistributedDataParallel: {hint}.")
-    return inner

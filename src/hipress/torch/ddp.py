@@ -20,12 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from hipress import settings as hipress_settings
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError
+from hipress.recommendations import ADAM, UNKNOWN
 from hipress.session import Adapter, GradientSpec, Mode, Session, StepObserver
+from hipress.session.groups import has_other_ranks, meet
 from hipress.session.selection import takes
 from hipress.session.timing import GradientTimer
+from hipress.session.watchdog import PATIENCE_S, Watchdog
 from hipress.torch import optimizer_checks
 from hipress.torch.optim import MomentumExchange, flat
-from hipress.torch.watchdog import PATIENCE_S, Watchdog
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -36,6 +38,9 @@ Future = torch.futures.Future[torch.Tensor]
 
 BUCKET_NUMEL = 25 * 2**18
 """Elements of DDP's default bucket."""
+
+
+NOTHING_TRAINED = "the model has no parameter that is trained; there is nothing to attach."
 
 
 class DDPAdapter(Adapter):
@@ -59,11 +64,17 @@ class DDPAdapter(Adapter):
         self._optimizer = optimizer
         self._exchange = optimizer if isinstance(optimizer, MomentumExchange) else None
         """The optimizer, if it can have momentum exchanged in place of gradients."""
+        self._has_new_state = True
+        """Whether the optimizer has loaded its state since ranks have compared it."""
+        if self._exchange is not None:
+            _on_load(self._exchange, self)
+        self._num_optimized = 0
         self._scaler = scaler
         self._parameters: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
         self._buckets: dict[int, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         self._module: weakref.ref[DistributedDataParallel] | None = None
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self._facts: dict[str, Any] = {}
         self._may_drop = True
         """Whether DDP may keep the mean of a parameter to itself; a bare hook cannot know."""
@@ -80,10 +91,22 @@ class DDPAdapter(Adapter):
 
     # --- setting up -------------------------------------------------------------------------------
 
-    def use_model(self, ddp: DistributedDataParallel) -> None:
-        """Reads the settings of a DDP model."""
-        # The model's hook holds this object through C++, where no collector sees a cycle.
+    def use_model(self, model: nn.Module) -> DistributedDataParallel | None:
+        """Takes the model that `attach` was given; returns its DDP, None on one process."""
+        ddp = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        if not isinstance(ddp, DistributedDataParallel):
+            check_module(model)
+            if not has_other_ranks():
+                self._model = lambda: model
+                return None
+            trains = any(parameter.requires_grad for parameter in model.parameters())
+            meet("attach", None if trains else NOTHING_TRAINED)
+            model = ddp = wrapped(model)
+        # The caller may keep nothing but the session.
+        self._model = lambda: model
         self._module = weakref.ref(ddp)
+        # What torch.compile returns has the model inside.
+        self.model_name = type(getattr(ddp.module, "_orig_mod", ddp.module)).__name__
         self._may_drop = ddp.find_unused_parameters or ddp.static_graph
         self._facts = {
             "bytes of a bucket": int(ddp.bucket_bytes_cap),
@@ -93,12 +116,14 @@ class DDPAdapter(Adapter):
         cap_bytes = int(ddp.bucket_bytes_cap)
         is_default = getattr(ddp, "bucket_bytes_cap_default", cap_bytes == 25 * 2**20)
         self.bucket_mb = None if is_default else cap_bytes / 2**20
+        return ddp
 
     def specs(
         self, named: Iterable[tuple[str, torch.Tensor]], sparse: frozenset[str] = frozenset()
     ) -> list[GradientSpec]:
         """Takes parameters in, and describes their gradients."""
         rate_groups = {id(p): number for number, p in self._optimized()}
+        self._num_optimized = len(rate_groups)
         found = []
         for name, parameter in named:
             self._parameters[name] = parameter
@@ -112,7 +137,9 @@ class DDPAdapter(Adapter):
         ddp = self._ddp()
         assert ddp is not None
         try:
-            ddp.register_comm_hook(session, hook)
+            # The session holds the model. Where C++ held the session, no collector would see the
+            # cycle.
+            ddp.register_comm_hook(weakref.ref(session), hook)
         except RuntimeError as error:
             if "only be called once" in str(error):
                 raise UsageError(
@@ -121,8 +148,10 @@ class DDPAdapter(Adapter):
                     "DistributedDataParallel."
                 ) from error
             raise
+        ddp.__dict__["hipress_session"] = session
         self._watch_engine(session)
         weakref.finalize(ddp, session.engine.close)
+        weakref.finalize(ddp, session.monitor.close)
         self._watchdog.watch_forward(ddp)
 
     def _watch_engine(self, session: Session) -> None:
@@ -224,6 +253,39 @@ class DDPAdapter(Adapter):
     # --- what the session asks --------------------------------------------------------------------
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model to train with; None for a bare hook."""
+        return self._model()
+
+    def about_optimizer(self) -> str:
+        """Returns which optimizer was checked."""
+        if self._optimizer is None:
+            return "no optimizer was given to check"
+        name = type(self._optimizer).__name__
+        if not self.rate_groups():
+            return f"optimizer {name} has none of the model's parameters and was not checked"
+        return f"optimizer {name} was checked"
+
+    def pay_owed(self, session: Session) -> None:
+        """Registers hooks at the parameters that something is owed to."""
+
+        def register(name: str) -> None:
+            def pay(gradient: torch.Tensor) -> torch.Tensor:
+                handle.remove()
+                return session.pay(name, gradient)
+
+            handle = self._parameters[name].register_hook(pay)  # type: ignore[no-untyped-call]
+
+        for name in session.owed:
+            register(name)
+
+    def shaped(self, name: str, values: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns values in the order of memory as a tensor like the parameter."""
+        found = torch.empty_like(self._parameters[name], dtype=values.dtype)
+        flat(found).copy_(values)
+        return found
+
+    @property
     def can_observe(self) -> bool:
         """Whether the model is known and still there."""
         return self._ddp() is not None
@@ -244,18 +306,25 @@ class DDPAdapter(Adapter):
     @property
     def can_exchange_momentum(self) -> bool:
         """Whether the optimizer can have its momentum exchanged, with the options it has."""
-        try:
-            return self._exchange is not None and bool(self._exchange.exchange_facts())
-        except UsageError:
-            return False
+        return optimizer_checks.can_exchange_momentum(self._exchange)
+
+    @property
+    def optimizer_kind(self) -> str:
+        """The kind of the optimizer in `hipress.recommendations`."""
+        kind = optimizer_checks.kind_of(self._optimizer)
+        return UNKNOWN if kind == ADAM and not self.can_exchange_momentum else kind
 
     def exchange_gradients(self) -> None:
         """Leaves the optimizer's momentum where it is."""
         self._exchange = None
 
     def momentum_facts(self) -> dict[str, Any]:
-        """Asks the optimizer, which may refuse."""
-        return {} if self._exchange is None else self._exchange.exchange_facts()
+        """Asks the optimizer, which may refuse, and lets it prepare."""
+        if self._exchange is None:
+            return {}
+        facts = self._exchange.exchange_facts()
+        getattr(self._exchange, "begin_exchange", lambda: None)()
+        return facts
 
     def momentum_warmup(self) -> int:
         """Asks the optimizer."""
@@ -273,6 +342,22 @@ class DDPAdapter(Adapter):
         assert self._exchange is not None
         return self._exchange.wants_gradients([self._parameters[name] for name in names])
 
+    def new_momentum_counts(self, names: Sequence[str]) -> dict[str, str] | None:
+        """Asks the optimizer in the first step and after it has loaded its state."""
+        if self._exchange is None or not names or not self._has_new_state:
+            return None
+        self._has_new_state = False
+        ask: Callable[[torch.Tensor], str] | None
+        ask = getattr(self._exchange, "exchange_counts", None)
+        return None if ask is None else {name: ask(self._parameters[name]) for name in names}
+
+    def has_new_parameters(self) -> bool:
+        """Counts the parameters of the optimizer, if it has its momentum exchanged."""
+        if self._exchange is None:
+            return False
+        before, self._num_optimized = self._num_optimized, sum(1 for _ in self._optimized())
+        return self._num_optimized > before
+
     def make_momentum(self, name: str, gradient: torch.Tensor, scale: float) -> None:
         """Lets the optimizer turn a gradient into what it wants exchanged."""
         assert self._exchange is not None
@@ -288,6 +373,16 @@ class DDPAdapter(Adapter):
         ask: Callable[[torch.Tensor], float] | None
         ask = getattr(self._exchange, "momentum_factor", None)
         return super().momentum_factor(name) if ask is None else ask(self._parameters[name])
+
+    @property
+    def takes_noisy(self) -> bool:
+        """Whether the optimizer has `note_noisy`."""
+        return hasattr(self._exchange, "note_noisy")
+
+    def note_noisy(self, names: Sequence[str]) -> None:
+        """Tells the optimizer what `.grad` will hold."""
+        exchange: Any = self._exchange
+        exchange.note_noisy([self._parameters[name] for name in names])
 
     def note_exchanged(self, names: Sequence[str], *, is_momentum: bool) -> None:
         """Tells the optimizer what `.grad` will hold."""
@@ -391,9 +486,7 @@ class DDPAdapter(Adapter):
         return given._version == self._versions[name]
 
     def warnings(self, compressed: Sequence[tuple[str, Codec]]) -> list[str]:
-        """Returns what the optimizer applies a second time."""
-        if self._optimizer is None:
-            return []
+        """Returns what does not suit the optimizer, or that it is not known."""
         pairs = [(self._parameters[name], codec) for name, codec in compressed]
         return optimizer_checks.warnings(self._optimizer, pairs)
 
@@ -407,9 +500,73 @@ class DDPAdapter(Adapter):
                 yield number, parameter
 
 
+def _on_load(optimizer: Any, adapter: DDPAdapter) -> None:
+    """Lets the optimizer tell the adapter, which it must not keep, when it has loaded its state."""
+    reference = weakref.ref(adapter)
+
+    def note(*_: Any) -> None:
+        if (found := reference()) is not None:
+            found._has_new_state = True
+
+    optimizer.register_load_state_dict_post_hook(note)
+
+
 def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
-    """Exchanges a bucket; DDP calls it with the session and each bucket."""
-    return state.adapter.on_bucket(state, bucket)
+    """Exchanges a bucket; DDP calls it with the session, or a reference to it, and each bucket."""
+    session: Any = state() if isinstance(state, weakref.ref) else state
+    return session.adapter.on_bucket(session, bucket)
+
+
+def check_module(model: nn.Module) -> None:
+    """Refuses what DDP cannot wrap."""
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"attach was given a {kind}; give a torch.nn.Module, in DDP or not.")
+    for part in model.modules():
+        name = type(part).__name__
+        for refused in ("FSDP", "FullySharded", "DeepSpeed", "DataParallel"):
+            if refused in name:
+                raise UsageError(
+                    f"attach was given a {kind}, which is or holds a {name}; {refused} is not "
+                    "supported: give the module itself, or a DistributedDataParallel."
+                )
+
+
+def wrapped(module: nn.Module) -> DistributedDataParallel:
+    """Returns a module in DDP, on the GPU on which its parameters are."""
+    devices = {parameter.device for parameter in module.parameters()}
+    on_one_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
+    ddp = DistributedDataParallel(module, device_ids=list(devices) if on_one_gpu else None)
+    handle = module.register_forward_pre_hook(_OnlyInDDP(module))
+    weakref.finalize(ddp, handle.remove)
+    return ddp
+
+
+class _OnlyInDDP:
+    """Refuses to train a module past the DDP that `attach` has put it in.
+
+    A copy of the module, which DDP knows nothing of, has a copy of this hook that refuses nothing.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._id = id(module)
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        # Any DDP will do: the module may have been put in another one since.
+        if self._id != id(module) or DistributedDataParallel._active_ddp_module is not None:
+            return
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            raise UsageError(
+                f"the {type(module).__name__} that attach was given is trained without its "
+                "DistributedDataParallel, so ranks would not exchange gradients: train with "
+                "sync.model, e.g. model = sync.model after attach (model.eval() or "
+                "torch.no_grad() is enough to evaluate the module itself)."
+            )
 
 
 def time_gradients(module: nn.Module) -> GradientTimer:

@@ -11,6 +11,8 @@ from typing import Annotated
 from typer import Argument, Option
 
 from hipress.errors import UsageError
+from hipress.recommendations import ADAM, SAFE, SGD, momentum_codec, recommended
+from hipress.version import docs_url
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 AMP = ("off", "bf16", "fp16")
@@ -68,13 +70,15 @@ class Schedule:
                 "it must be from 0 to that."
             )
         if self.mode == "step" and not self.decay_epochs:
-            raise UsageError("--lr-mode step needs --lr-decay-epochs, e.g. 50,80.")
+            raise UsageError("--lr-mode step needs epochs; give --lr-decay-epochs, e.g. 50,80.")
         if self.mode != "step" and self.decay_epochs:
             raise UsageError(f"--lr-decay-epochs needs --lr-mode step; it is {self.mode!r}.")
         ordered = tuple(sorted(set(self.decay_epochs)))
         if self.decay_epochs != ordered or any(epoch <= 0 for epoch in ordered):
             given = ",".join(f"{epoch:g}" for epoch in self.decay_epochs)
-            raise UsageError(f"--lr-decay-epochs {given} must be above 0 and rising, e.g. 50,80.")
+            raise UsageError(
+                f"--lr-decay-epochs {given} is not above 0 and rising; give e.g. 50,80."
+            )
 
     def rate_at(self, epoch: float) -> float:
         """Return the rate at an epoch, which may be a fraction."""
@@ -97,12 +101,12 @@ _output = partial(Option, rich_help_panel="Checkpoints and output")
 _machine = partial(Option, rich_help_panel="Machine")
 
 DATA = (
-    "digits, synthetic, fashion-mnist DIR, cifar100 DIR, imagefolder DIR, text FILE or "
-    "parallel-text SRC TGT."
+    "digits, synthetic, fashion-mnist DIR, cifar100 DIR, imagefolder DIR, text FILE, "
+    "parallel-text SRC TGT, or package.module:callable, which returns a Dataset."
 )
 CODEC = "Expression, e.g. 'dgc(ratio=0.01)'; auto; uncompressed is plain DDP."
 PLAN = "File that decides for each gradient: plan.json, or SeCoPaPlan.txt with --codec."
-MODEL = "A built-in model (docs/models.md), or package.module:callable."
+MODEL = f"A built-in model ({docs_url('models')}), or package.module:callable."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,12 +245,18 @@ class TrainConfig:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"--clip-norm is {self.clip_norm:g}; it must be above 0.")
         if self.nesterov and (self.optimizer != "sgd" or self.sgd_momentum == 0):
-            raise UsageError("--nesterov needs --optimizer sgd and a --momentum above 0.")
+            raise UsageError(
+                "--nesterov needs momentum; give --optimizer sgd and a --momentum above 0."
+            )
         self._check_effect()
         if self.resume and self.checkpoint is None:
-            raise UsageError("--resume needs --checkpoint DIR, the folder to resume from.")
+            raise UsageError(
+                "--resume needs a checkpoint; give --checkpoint DIR, the folder to resume from."
+            )
         if self.checkpoint_every is not None and self.checkpoint is None:
-            raise UsageError("--checkpoint-every needs --checkpoint DIR, the folder to write to.")
+            raise UsageError(
+                "--checkpoint-every needs a folder to write to; give --checkpoint DIR."
+            )
         self._check_plan()
 
     def _check_plan(self) -> None:
@@ -307,21 +317,21 @@ class TrainConfig:
     def with_default_codec(self, num_ranks: int) -> TrainConfig:
         """Return the config with a codec, if none was given.
 
-        A single rank has no peers and stays uncompressed. Otherwise SGD's momentum goes into the
-        codec, before `onebit` (dist-EF-SGDM), because `onebit` before the optimizer's momentum
-        loses accuracy; Adam has its momentum exchanged, with `onebit` (`hipress.torch.Adam`).
+        A single rank has no peers and stays uncompressed. Otherwise it is the one that
+        `hipress.recommendations` has for the optimizer. A codec with momentum cannot begin with
+        `plain_steps`, so these get the codec that works with every optimizer.
         """
         if self.codec is not None or self.plan is not None:
             return self
         if num_ranks == 1 and not self._exchange_options:
             return replace(self, codec=PLAIN)
         if self.optimizer != "sgd":
-            return replace(self, codec="onebit")
-        if self.sgd_momentum == 0 or self.plain_steps:
-            return replace(self, codec="onebit")
-        kind = "true" if self.nesterov else "false"
-        mu = f"mu={self.sgd_momentum:g}"
-        return replace(self, codec=f"momentum(ef(onebit), {mu}, nesterov={kind})")
+            return replace(self, codec=recommended(ADAM).codec)
+        if not self.has_momentum:
+            return replace(self, codec=recommended(SGD).codec)
+        if self.plain_steps:
+            return replace(self, codec=SAFE)
+        return replace(self, codec=momentum_codec(self.sgd_momentum, nesterov=self.nesterov))
 
 
 def _epochs(text: str | None) -> tuple[float, ...]:

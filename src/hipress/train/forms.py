@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import hipress
 from hipress.codecs import Codec
 from hipress.errors import UsageError
+from hipress.session.buckets import has_momentum, keeps_residual
 from hipress.train.config import PLAIN
 
 RECOMMENDED = "recommended"
@@ -22,14 +23,21 @@ class Sent:
 
     codec: Codec | None
     """None for plain averaging."""
-    is_momentum: bool = False
-    """Whether it is the momentum that `hipress.torch.AdamW` keeps, and not the gradient."""
+    refreshes: bool = False
+    """Whether `hipress.torch.AdamW` learns sizes from other gradients, on some steps."""
+
+    @property
+    def is_momentum(self) -> bool:
+        """Whether it is the momentum that `hipress.torch.AdamW` keeps, and not the gradient."""
+        return self.refreshes and self.codec is not None and keeps_residual(self.codec)
 
     @property
     def text(self) -> str:
         """The codec's expression, and what it is applied to."""
         if self.codec is None:
             return PLAIN
+        if self.refreshes and not self.is_momentum:
+            return f"{self.codec.name} of gradients, with refreshes"
         return f"{self.codec.name} of {'momentum' if self.is_momentum else 'gradients'}"
 
 
@@ -37,12 +45,13 @@ def sent(expression: str, optimizer: str, form: str) -> Sent:
     """Return what travels if a user names a codec.
 
     In the form `gradient` it is the gradient, through the codec as it was named. In the form
-    `recommended`, SGD's momentum moves into a codec of signs, as in `hipress train`; with AdamW a
-    codec that does not keep the sizes of elements gets the optimizer's momentum.
+    `recommended`, SGD's momentum moves into codecs of signs and of the largest elements; with AdamW
+    a codec that does not keep the sizes of elements gets the optimizer's momentum, or, if it has no
+    error feedback, gradients from which the optimizer learns no sizes.
 
     Args:
         expression: A codec, or `PLAIN`.
-        optimizer: sgd or adamw.
+        optimizer: sgd (with momentum), plain-sgd (without) or adamw.
         form: One of `FORMS`.
 
     Example:
@@ -61,7 +70,8 @@ def sent(expression: str, optimizer: str, form: str) -> Sent:
     if form == GRADIENT:
         return Sent(codec=codec)
     if optimizer == "adamw" and not codec.keeps_sizes:
-        return Sent(codec=codec.for_momentum(), is_momentum=True)
-    if optimizer == "sgd" and codec.name.removeprefix("ef(").startswith("onebit"):
+        return Sent(codec=codec.for_momentum(), refreshes=True)
+    has_signs = codec.name.removeprefix("ef(").startswith("onebit")
+    if optimizer == "sgd" and (has_signs or codec.chooses_largest) and not has_momentum(codec):
         codec = hipress.codec(f"momentum({codec.name}, mu={SGD_MOMENTUM}, nesterov=false)")
     return Sent(codec=codec)

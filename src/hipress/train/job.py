@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -25,10 +26,12 @@ import hipress
 from hipress.codecs.base import Codec
 from hipress.errors import HipressError, TrainingError, UsageError
 from hipress.plan import MIN_SIZE
+from hipress.recommendations import SAFE
 from hipress.session import selection
 from hipress.session.buckets import applies_decay, has_momentum
 from hipress.session.replicas import compare
 from hipress.session.setup import DEFAULT_CODEC
+from hipress.session.trace import check_path
 from hipress.torch.ddp import clean, sparse_names, spec_of
 from hipress.train import checkpoints, models
 from hipress.train.batches import Sampler, test_batches, train_batches
@@ -37,6 +40,7 @@ from hipress.train.data import open_data
 from hipress.train.ranks import Ranks
 from hipress.train.result import Facts, Result, Throughput
 from hipress.train.tasks import TASKS, Batch
+from hipress.train.user_code import misfit
 
 _log = logging.getLogger("hipress")
 
@@ -79,6 +83,7 @@ class Job:
         self.ranks.compare("hipress train", self._common_facts())
         self._build()
         self.step = checkpoints.resume(self) if config.resume else 0
+        self._first = self.step
 
     def _prepare(self) -> None:
         """Do everything, checks included, that needs no other rank."""
@@ -98,7 +103,7 @@ class Job:
         )
         if config.loaders and config.data == "synthetic":
             raise UsageError("--loaders has nothing to load of synthetic data; leave it out.")
-        self.task = TASKS[line.task or self.data.task]
+        self.task = self.data.learning_task or TASKS[line.task or self.data.task]
         self.batch = config.batch or line.batch
         self.sampler = Sampler(
             num_examples=self.data.num_train,
@@ -110,12 +115,18 @@ class Job:
         self.sampler.check(config.accumulate)
         per_epoch = self.sampler.steps_per_epoch
         self.num_steps = config.num_steps(per_epoch)
+        if config.timeline is not None and self.rank == 0:  # which writes it
+            try:
+                check_path(config.timeline)
+            except UsageError as error:
+                raise UsageError(f"--timeline: {error}") from None
         if config.timeline is not None and self.num_steps < NUM_UNTIMED + TRACED_STEPS:
             raise UsageError(
                 f"--timeline records steps {NUM_UNTIMED + 1} to {NUM_UNTIMED + TRACED_STEPS} and "
                 f"the run has {self.num_steps}; train longer, or leave it out."
             )
         self.schedule = config.schedule(self.num_steps / per_epoch, per_epoch)
+        self._evaluates = not config.no_eval and self.data.num_test > 0
         self._eval_steps = 0
         if config.eval_every:
             self._eval_steps = max(round(config.eval_every * per_epoch), 1)
@@ -130,19 +141,13 @@ class Job:
         if config.codec == AUTO:  # which never selects a codec with momentum
             arguments["codec"] = None
         self.rules = selection.rules(**arguments, default_codec=DEFAULT_CODEC)
-        self._is_custom = line.task is None
-        self.model = line.make(config.seed, **self.data.sizes)
+        self._is_own = line.task is None or self.data.learning_task is not None
+        self.model = line.make(config.seed, **line.fitting(self.data.sizes))
         selection.check_names(self.rules, [name for name, _ in self.model.named_parameters()])
-        is_onebit = config.plan is None and self.rules.codec.name.startswith("onebit")
-        if self.rank == 0 and is_onebit and config.has_momentum:
-            _log.warning(
-                "onebit before SGD's momentum may lose accuracy (docs/train.md); "
-                "momentum(ef(onebit)) sends as many bytes and applies momentum in the codec"
-            )
         if config.plain_steps and sent_as_momentum(self.rules, self.model):
             raise UsageError(
                 "--plain-steps would train without momentum, which this codec brings only when it "
-                "compresses; leave it out, or take a codec without momentum such as onebit."
+                f"compresses; leave it out, or take a codec without momentum such as {SAFE}."
             )
 
     def _common_facts(self) -> dict[str, Any]:
@@ -177,17 +182,26 @@ class Job:
         )
         self.scaler = torch.amp.GradScaler(device.type) if config.amp == "fp16" else None
         enabled = config.codec != PLAIN
+        if self.num_ranks == 1 and config.codec != AUTO:
+            enabled = enabled and self._compresses_any()
         self.optimizer = make_optimizer(config, self.model, self.rules if enabled else None)
-        self.sync = hipress.attach(
-            self.ddp,
-            **self._selection_arguments(),
-            warmup_steps=config.plain_steps,
-            optimizer=self.optimizer,
-            scaler=self.scaler,
-            enabled=enabled,
-            check_every=config.check_every,
-            seed=config.seed,
-            guard=config.guard,
+        with contextlib.nullcontext() if enabled else _without_information():
+            self.sync = hipress.attach(
+                self.ddp,
+                **self._selection_arguments(),
+                warmup_steps=config.plain_steps,
+                optimizer=self.optimizer,
+                scaler=self.scaler,
+                enabled=enabled,
+                check_every=config.check_every,
+                seed=config.seed,
+                guard=config.guard,
+            )
+
+    def _compresses_any(self) -> bool:
+        return any(
+            self.rules.choice(spec_of(clean(name), parameter)).codec.name != "none"
+            for name, parameter in self.model.named_parameters()
         )
 
     def facts(self) -> Facts:
@@ -225,7 +239,7 @@ class Job:
     def run(self, watcher: Watcher) -> Result:
         """Train to the end; raise a TrainingError if the loss is not finite."""
         watcher.on_start(self.facts())
-        config, first = self.config, self.step
+        config, first = self.config, self._first
         save_steps = config.checkpoint_every or self.sampler.steps_per_epoch
         throughput = Throughput(first, self.step + NUM_UNTIMED)
         losses, num_losses = torch.zeros((), device=self.device), 0
@@ -236,11 +250,11 @@ class Job:
                 throughput.begin(self.step)
                 if config.timeline is not None:
                     self.sync.timeline(str(config.timeline), steps=TRACED_STEPS)
-            losses, num_losses = losses + self._checked_step(batch, first), num_losses + 1
+            losses, num_losses = losses + self._checked_step(batch), num_losses + 1
             self.step += 1
             throughput.num_units += self.task.num_units(batch)
             watcher.on_step(self.step)
-            tests = not config.no_eval and self._is_due(self._eval_steps)
+            tests = self._evaluates and self._is_due(self._eval_steps)
             saves = config.checkpoint is not None and self._is_due(save_steps)
             if not (tests or saves or self._is_due(config.log_every)):
                 continue
@@ -259,7 +273,12 @@ class Job:
             if tests:
                 last |= self._test(throughput, watcher)
             throughput.begin(self.step)
-        if self.step == first and not config.no_eval:  # a finished job was resumed
+        if self.sync.is_recording and self.rank == 0:
+            _log.warning(
+                "no timeline is written: the run ended before auto had decided and %d more steps "
+                "were recorded; train longer.", TRACED_STEPS,
+            )  # fmt: skip
+        if self.step == first and self._evaluates:  # a finished job was resumed
             last = self._test(throughput, watcher)
         compare(self.ranks.gather_digests(self.model), self.step)
         return self._result(throughput, last, first)
@@ -281,7 +300,8 @@ class Job:
         mine = torch.arange(self.rank, self.data.num_test, self.num_ranks)
         with torch.no_grad(), self._autocast():
             for batch in test_batches(self.data, mine, self.batch, **self._loading):
-                score = self.task.evaluate(self.model, self._on_device(batch))
+                with self._explained(f"a batch of the test data of {self.data.name}", batch):
+                    score = self.task.evaluate(self.model, self._on_device(batch))
                 # Without predictions the loss is a mean over examples.
                 scored = score.num_scored
                 found = (score.loss_sum, scored or len(batch[0]), score.num_right, scored)
@@ -299,20 +319,23 @@ class Job:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _checked_step(self, batch: Batch, first: int) -> Tensor:
-        """Train one step; explain an error in the first step of a user's own model."""
-        try:
+    def _checked_step(self, batch: Batch) -> Tensor:
+        is_first = self.step == self._first
+        which = "its first batch" if is_first else f"the batch of step {self.step + 1}"
+        which += f" of {self.data.name}"
+        with self._explained(which, batch):
             return self._train(batch)
-        except (LookupError, RuntimeError, TypeError, ValueError) as error:
-            if not self._is_custom or self.step > first or isinstance(error, HipressError):
+
+    @contextlib.contextmanager
+    def _explained(self, which: str, batch: Batch) -> Iterator[None]:
+        """Explain an error in a model or data of the user's in one sentence."""
+        try:
+            yield
+        except Exception as error:
+            is_network = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if not self._is_own or is_network or isinstance(error, HipressError):
                 raise
-            _log.debug("the first step", exc_info=True)
-            shapes = ", ".join(str(tuple(part.shape)) for part in batch)
-            raise UsageError(
-                f"{self.config.model} failed on its first batch, of shapes {shapes}: "
-                f"{str(error).splitlines()[0]}; it is given all but the last, and gives logits "
-                "(HIPRESS_LOG=debug shows where)."
-            ) from error
+            raise misfit(self.config.model, batch, error, which) from error
 
     def _train(self, batch: Batch) -> Tensor:
         torch.manual_seed(self.sampler.seed_of(self.step))  # for dropout
@@ -328,6 +351,8 @@ class Job:
                     loss = self.task.loss(self.ddp, self._on_device(part)) / len(parts)
                 torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
             total += loss.detach()
+        if self._is_own and self.step == self._first:  # DDP would raise in the next step
+            models.check_gradients(self.model, self.config.model)
         if self.config.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -395,6 +420,17 @@ class Job:
             accuracy=last.get("accuracy"),
             memory_bytes=stats.state_bytes + stats.buffer_bytes,
         )
+
+
+@contextlib.contextmanager
+def _without_information() -> Iterator[None]:
+    """Silence lines of a session that does nothing: the first lines of the job say it."""
+    level = _log.level
+    _log.setLevel(max(_log.getEffectiveLevel(), logging.WARNING))
+    try:
+        yield
+    finally:
+        _log.setLevel(level)
 
 
 # --- the optimizer --------------------------------------------------------------------------------

@@ -7,7 +7,8 @@
     translate  tokens  source, target_in, target_out             source, target_in -> logits
     style      images  images of one domain, of the other        both -> the loss itself
 
-A label of -100 (masked) and a target of 0 (translate) are not scored.
+A label of -100 (masked) and a target of 0 (translate) are not scored. Data of the user's own
+has a task of its own (`data/own.py`).
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Score:
     """The contribution of one batch to the totals of a test."""
 
     loss_sum: float
-    """The mean loss times `num_scored`; for style, times the number of examples."""
+    """The mean loss times `num_scored`; without accuracy, times the number of examples."""
     num_right: int
     num_scored: int
-    """Number of predictions; 0 for style, which has no accuracy."""
+    """Number of predictions; 0 where there is no accuracy, as for style."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class LearningTask:
             )
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, ignored: int = UNLABELLED) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, ignored: int = UNLABELLED) -> Tensor:
     """Return the mean over targets that are not ignored; 0 without any, where torch returns NaN."""
     total = functional.cross_entropy(
         logits.flatten(0, -2).float(), targets.flatten(), ignore_index=ignored, reduction="sum"
@@ -85,20 +86,20 @@ def _cross_entropy(logits: Tensor, targets: Tensor, ignored: int = UNLABELLED) -
 def _predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     inputs, targets = batch
     logits = model(inputs)
-    return _cross_entropy(logits, targets), logits
+    return cross_entropy(logits, targets), logits
 
 
 def _masked(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Add the mean losses of masked tokens and of whether the second segment is the next one."""
     tokens, segments, labels, is_next = batch
     logits, order = model(tokens, segments)
-    return _cross_entropy(logits, labels) + functional.cross_entropy(order, is_next), logits
+    return cross_entropy(logits, labels) + functional.cross_entropy(order, is_next), logits
 
 
 def _translate(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     source, target_in, target_out = batch
     logits = model(source, target_in)
-    return _cross_entropy(logits, target_out, PADDING), logits
+    return cross_entropy(logits, target_out, PADDING), logits
 
 
 def _style(model: nn.Module, batch: Batch) -> tuple[Tensor, None]:

@@ -11,7 +11,8 @@ import hipress
 from hipress.codecs import Codec
 from hipress.codecs.base import State
 from hipress.plan import exempt_reason
-from hipress.torch.optim import MomentumExchange
+from hipress.session.buckets import keeps_residual
+from hipress.torch.optim import Adam, AdamW
 from hipress.train.forms import Sent, sent
 
 REFRESH = "int8(ef=false)"
@@ -54,7 +55,7 @@ class VirtualSync:
         *,
         num_workers: int,
         seed: int = 0,
-        optimizer: MomentumExchange | None = None,
+        optimizer: Adam | AdamW | None = None,
     ) -> None:
         if isinstance(what, str):
             what = sent(what, "sgd", "gradient")
@@ -63,7 +64,7 @@ class VirtualSync:
         """Bytes that worker 0 has sent."""
         self.bytes_back = 0
         """Bytes that the aggregator has sent to each worker."""
-        self.optimizer = optimizer if what.is_momentum else None
+        self.optimizer = optimizer if what.refreshes else None
         self.tensors = [
             _Exempt(self, p)
             if what.codec is None or is_exempt(p)
@@ -158,9 +159,13 @@ class _Compressed:
         if optimizer is None:
             return self._exchange(self.codec.phase(step), lr_ratio)
         is_refresh = optimizer.wants_gradients([self.parameter])
-        optimizer.note_incoming([self.parameter], is_momentum=not is_refresh)
+        is_momentum = not is_refresh and keeps_residual(self.codec)
+        optimizer.note_incoming([self.parameter], is_momentum=is_momentum)
         if is_refresh:
             return self._exchange(self.refresh, lr_ratio, is_refresh=True)
+        if not is_momentum:
+            optimizer.note_noisy([self.parameter])
+            return self._exchange(self.codec.phase(step), lr_ratio)
         for out in self.outgoing:
             optimizer.make_outgoing(self.parameter, out, loss_scale=1.0)
         return self._exchange(self.codec.phase(step), lr_ratio)

@@ -27,7 +27,7 @@ from hipress.torch.optim import AdamW
 from hipress.train.config import PLAIN
 from hipress.train.forms import GRADIENT, SGD_MOMENTUM, sent
 from hipress.train.virtual import VirtualSync, is_exempt
-from hipress.train.workloads import ConvergenceTask, Examples, make_model
+from hipress.train.workloads import PLAIN_SGD, ConvergenceTask, Examples, make_model
 
 NUM_POINTS = 16
 
@@ -156,7 +156,8 @@ class VirtualWorkers(Workers):
         self.sync = VirtualSync(
             what, self.parameters, num_workers=num_workers, seed=seed, optimizer=adamw
         )
-        self.optimizer = adamw or make_sgd(self.parameters, self.sync.has_momentum)
+        lacks_momentum = [task.optimizer == PLAIN_SGD or own for own in self.sync.has_momentum]
+        self.optimizer = adamw or make_sgd(self.parameters, lacks_momentum)
         self.bytes_at_warmup = 0
         """Bytes that a worker has sent when the warm-up of the second moment ends."""
         self._replay: Callable[[list[Tensor]], list[tuple[Tensor, ...]]] | None = None
@@ -305,11 +306,12 @@ def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> 
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
-def make_sgd(parameters: list[nn.Parameter], has_momentum: list[bool]) -> torch.optim.SGD:
-    """Return SGD with momentum, except for parameters whose codec applies it already."""
+def make_sgd(parameters: list[nn.Parameter], lacks_momentum: list[bool]) -> torch.optim.SGD:
+    """Return SGD with momentum, except for parameters that are to have none, or whose codec
+    applies it already."""
     groups = [
         {
-            "params": [p for p, own in zip(parameters, has_momentum, strict=True) if own == kind],
+            "params": [p for p, no in zip(parameters, lacks_momentum, strict=True) if no == kind],
             "momentum": 0.0 if kind else SGD_MOMENTUM,
         }
         for kind in (False, True)
@@ -319,15 +321,13 @@ def make_sgd(parameters: list[nn.Parameter], has_momentum: list[bool]) -> torch.
 
 def make_adamw(task: ConvergenceTask, parameters: list[nn.Parameter]) -> AdamW:
     """Return the AdamW of a task, whose momentum may travel."""
-    made = AdamW(
+    return AdamW(
         parameters,
         lr=task.rate,
         betas=task.betas,
         weight_decay=task.weight_decay,
         refresh_warmup=task.refresh_warmup,
     )
-    made.exchange_facts()
-    return made
 
 
 def _batches(

@@ -24,7 +24,7 @@ Examples = DataSet | Characters
 
 DATA_OF = {
     "mlp": ("digits", "fashion-mnist"),
-    "cnn": ("fashion-mnist",),
+    "cnn": ("fashion-mnist", "digits"),
     "resnet": ("fashion-mnist",),
     "gpt": ("tiny-shakespeare",),
 }
@@ -48,6 +48,7 @@ class ConvergenceTask:
     data: str
     model: str = "mlp"
     optimizer: str = "sgd"
+    """sgd, with momentum; plain-sgd, without; or adamw."""
     widths: tuple[int, ...] = ()
     """Hidden units of a perceptron."""
     gpt: GptSizes = field(default_factory=GptSizes)
@@ -106,6 +107,9 @@ TASKS = {
 The rate was chosen with uncompressed runs only, here and below; the number of steps by the time
 that runs take.
 """
+PLAIN_SGD = "plain-sgd"
+PLAIN_SGD_RATE = 0.25
+"""The rate of the perceptron without momentum."""
 
 _IMAGES = ConvergenceTask(data="fashion-mnist", num_steps=1500, batch=32, rate=0.05)
 _ADAMW = replace(_IMAGES, optimizer="adamw", rate=0.002, weight_decay=0.05, warmup=100)
@@ -141,14 +145,22 @@ def task(data: str, model: str = "mlp", optimizer: str = "sgd") -> ConvergenceTa
             f"--optimizer {optimizer!r} is not one that {model} is trained with here; choose "
             f"{' or '.join(optimizers)}."
         )
-    return TASKS[data] if model == "mlp" else LARGER[model, optimizer]
+    if model == "mlp":
+        found = TASKS[data]
+        if optimizer == PLAIN_SGD:
+            found = replace(found, optimizer=optimizer, rate=PLAIN_SGD_RATE)
+        return found
+    found = LARGER[model, optimizer]
+    return found if data == found.data else replace(found, data=data, num_steps=300, batch=8)
 
 
 def optimizers_of(model: str) -> list[str]:
     """Return the optimizers that a model is trained with, the usual one first."""
     if model not in DATA_OF:
         raise UsageError(f"--model {model!r} is none of {', '.join(DATA_OF)}; choose one.")
-    return ["sgd"] if model == "mlp" else [name for other, name in LARGER if other == model]
+    return (
+        ["sgd", PLAIN_SGD] if model == "mlp" else [name for other, name in LARGER if other == model]
+    )
 
 
 def load(task: ConvergenceTask, folder: Path | None, device: str = "cpu") -> Examples:

@@ -112,7 +112,9 @@ class Lines(logging.Handler):
         self.found = []
 
     def emit(self, record):
-        self.found.append(record.getMessage())
+        # The made-up plans have onebit, and most runs here pass no optimizer.
+        if "depends on the optimizer" not in record.getMessage():
+            self.found.append(record.getMessage())
 
 
 class Run:

@@ -558,7 +558,13 @@ def dropped(rank, num_ranks):
         train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), rank, range(3))
 
     found = [alive()]
-    for make in (hooked, lambda: attached("onebit"), lambda: attached("auto")):
+
+    def wrapped_by_attach():
+        return hipress.attach(mlp(), "onebit").model
+
+    for make in (
+        hooked, lambda: attached("onebit"), lambda: attached("auto"), wrapped_by_attach
+    ):  # fmt: skip
         for _ in range(2):
             use(make)
         found.append(alive())
@@ -602,7 +608,57 @@ def disabled(rank, num_ranks):
         "stats": [stats.num_compressed, stats.sent_bytes, stats.ratio, stats.state_bytes],
         "state": sorted(state),
         "timeline": kinds_of_error(lambda: sync.timeline("/tmp/none.json")),
+        "idle": [sync.check_replicas(), sorted(sync.shards()), str(stats)],
     }
+
+
+def own_ddp(rank, num_ranks):
+    """A module that attach puts in DDP: the way of one that was in DDP, compressed or not."""
+    found = {}
+    for enabled in (True, False):
+        module, ddp, optimizer, _ = setup("onebit", enabled=enabled)
+        train(ddp, optimizer, rank, range(3))
+        other = mlp()
+        if rank:  # DDP sends the parameters of rank 0
+            torch.nn.init.zeros_(other[0].weight)
+        sync = hipress.attach(other, "onebit", enabled=enabled)
+        made = sync.model
+        train(made, torch.optim.SGD(other.parameters(), lr=0.05), rank, range(3))
+        found[str(enabled)] = [bits(module), bits(other), type(made).__name__, made is sync.model]
+    return found
+
+
+def absent(rank, num_ranks):
+    """A module is attached on one rank, and another does not come before that has failed."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank:
+        store.wait(["failed"])
+        return None
+    found = kinds_of_error(lambda: hipress.attach(mlp(), "onebit"))
+    store.set("failed", "")
+    return found
+
+
+def profiled(rank, num_ranks, folder):
+    """Profiles of the running job, with a codec and beside `auto`; what is refused on all ranks."""
+    module, ddp, optimizer, sync = setup("onebit")
+    refused = [
+        kinds_of_error(lambda: sync.profile(f"{folder}/not/there.json")),
+        kinds_of_error(lambda: sync.profile(f"{folder}/p.json", steps=3)),
+        kinds_of_error(lambda: sync.profile(f"{folder}/p.json", codecs=["onebitt"])),
+        kinds_of_error(lambda: sync.profile(f"{folder}/p.json", codecs="int8")),
+    ]
+    sync.profile(f"{folder}/p.json", steps=5, codecs=["none", "onebit"])
+    refused.append(kinds_of_error(lambda: sync.profile(f"{folder}/other.json")))
+    train(ddp, optimizer, rank, range(4))
+    early = os.path.exists(f"{folder}/p.json")
+    train(ddp, optimizer, rank, range(4, 7))  # it goes on afterwards
+    ddp = wrap(mlp())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    sync = hipress.attach(ddp, codecs=["int8"], optimizer=optimizer)
+    sync.profile(f"{folder}/auto.json", steps=8, codecs=["int8"])
+    train(ddp, optimizer, rank, range(9))  # `auto` measures after 5 steps
+    return {"refused": refused, "early": early, "bits": bits(module)}
 
 
 class Lines(logging.Handler):
@@ -641,6 +697,7 @@ def figures(rank, num_ranks):
             "compressed": [
                 g.numel for g in sync.gradients.values() if g.is_compressed
             ],
+            "timed": stats.num_timed_steps, "printed": str(stats),
             "numels": [p.numel() for p in module.parameters()],
         }  # fmt: skip
         lines.found, writer.scalars = [], []
@@ -731,7 +788,8 @@ def refused(rank, num_ranks):
     found = {}
     module, ddp, optimizer, sync = setup("onebit")
     calls = {
-        "module": lambda: hipress.attach(mlp()),
+        "frozen": lambda: hipress.attach(mlp().requires_grad_(False)),
+        "parallel": lambda: hipress.attach(nn.DataParallel(mlp())),
         "text": lambda: hipress.attach("model"),
         "codec": lambda: hipress.attach(wrap(mlp()), codec="onebti"),
         "kind": lambda: hipress.attach(wrap(mlp()), codec=3),

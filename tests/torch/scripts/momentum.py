@@ -1,5 +1,6 @@
 """Scenarios in which the momentum of AdamW is exchanged, for ranks (see `tests/scenarios.py`)."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 import hipress
 import hipress.torch
+from hipress.errors import HipressError
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.scenarios import main
@@ -103,6 +105,22 @@ def first_half(rank, num_ranks, folder):
         saved = [module.state_dict(), optimizer.state_dict(), state]
         torch.save(saved, Path(folder) / "file")
     return {"left": min(float(unsent(sync, n).abs().max()) for n in sync.layout.senders)}
+
+
+def other_state(rank, num_ranks):
+    """What ranks say after only one of them has gone back to an older state of the optimizer."""
+    _, ddp, optimizer, _ = setup("onebit")
+    saved = optimizer.state_dict()
+    for step in range(5):
+        train(ddp, optimizer, rank, [step])
+        if step == 3 - rank:
+            saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    try:
+        train(ddp, optimizer, rank, [5])
+    except HipressError as error:
+        return [type(error).__name__, str(error)]
+    return None
 
 
 def second_half(rank, num_ranks, folder, shards):

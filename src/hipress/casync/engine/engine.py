@@ -7,6 +7,7 @@ look up the recipe and a free exchange with its buffers, and submit that to the 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -59,6 +60,20 @@ class Stats:
     received_bytes: int = 0
     num_messages: int = 0
     """Number of messages sent."""
+    num_first_uses: int = 0
+    """Number of uses of buffers and kernels that were new, for which kernels may be compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTimes:
+    """How long the exchange of some named tensors takes, in the mean over its uses."""
+
+    names: tuple[str, ...]
+    """The tensors that travel together."""
+    coding_s: float
+    """Time of all tasks of this rank that encode, decode and merge."""
+    under_way_s: float
+    """Time from start to end."""
 
 
 @dataclass(slots=True)
@@ -136,9 +151,12 @@ class Engine:
         self._agreement = Agreement(
             store, transport.rank, transport.num_ranks, timeout_s, self._check_alive
         )
-        names = self._agreement.agree(
-            "the start", self._facts(), share=host or socket.gethostname()
+        told = self._agreement.agree(
+            "the start", self._facts(), share=[host or socket.gethostname(), secrets.token_hex(4)]
         )
+        names = [name for name, _ in told]
+        self.job: str = told[0][1]
+        """Tells this engine from all others; the same on all its ranks."""
         known = {name: k for k, name in enumerate(dict.fromkeys(names))}
         self.hosts = tuple(known[name] for name in names)
         with in_the_store(transport.rank), opened_sockets() as made:
@@ -276,6 +294,25 @@ class Engine:
         return self._recipes[self._names.get(name) or self._names[f"{name}[0]"]].recipe
 
     @property
+    def num_recipes(self) -> int:
+        """Number of recipes that were made so far, also of those that were dropped."""
+        return self._num_agreed
+
+    def exchange_times(self) -> dict[str, ExchangeTimes]:
+        """Returns how long the exchanges of named tensors take, by name."""
+        found = {}
+        for prepared in list(self._recipes.values()):
+            names, exchange = prepared.recipe.names, prepared.exchange
+            if names is not None and exchange is not None and exchange.num_done:
+                times = ExchangeTimes(
+                    names=names,
+                    coding_s=exchange.coding_ns / exchange.num_done / 1e9,
+                    under_way_s=exchange.under_way_ns / exchange.num_done / 1e9,
+                )
+                found.update(dict.fromkeys(names, times))
+        return found
+
+    @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of named exchanges, and of idle unnamed ones, without the state of
         codecs."""
@@ -391,6 +428,7 @@ class Engine:
         stats.sent_bytes += sent
         stats.received_bytes += received
         stats.num_messages += exchange.bound.num_messages
+        stats.num_first_uses += exchange.is_first_use
 
     def _exchange_for(self, prepared: _Prepared) -> Exchange:
         """Returns an exchange that is not running; makes one if there is none."""
@@ -526,7 +564,9 @@ class Engine:
         """Returns the keys of recipes that a new one replaces; refuses changed tensors."""
         names = recipe.names or ()
         if len(set(names)) != len(names):
-            raise UsageError(f"two tensors of one call have the same name: {sorted(names)}.")
+            raise UsageError(
+                f"two tensors of one call have the same name: {sorted(names)}; rename one."
+            )
         found = set()
         for index, name in enumerate(names):
             if name not in self._names:
@@ -609,7 +649,7 @@ def _changed(old: Recipe, new: Recipe, name: str, index: int) -> list[str]:
 
 def _check(value: torch.Tensor, first: torch.Tensor, device: torch.device, plain: bool) -> None:
     if not isinstance(value, torch.Tensor):
-        raise UsageError(f"allreduce was given a {type(value).__name__}; it takes torch.Tensors.")
+        raise UsageError(f"allreduce was given a {type(value).__name__}; give torch.Tensors.")
     if value.dtype != first.dtype:
         raise UsageError(
             f"allreduce was given tensors of {first.dtype} and {value.dtype}; those of one call "

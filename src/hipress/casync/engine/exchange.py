@@ -128,10 +128,19 @@ class Exchange:
         self._worker = recipe.codec.unclipped()
         """What encodes partitions, in the unit of this step."""
         self._pointers: list[int] = []
+        # What follows adds up over all uses.
+        self.num_done = 0
+        self.under_way_ns = 0
+        """Time from start to end."""
+        self.coding_ns = 0
+        """Time of tasks that encode, decode and merge."""
         # What follows is set for each use.
+        self.started_ns = 0
         self.sequence = 0
         self.use = 0
         self.step = 0
+        self.is_first_use = False
+        """Whether its tasks were bound for this use: kernels that are missing are compiled now."""
         self.tag = 0
         """The upper part of the tags of all its messages; the executor sets it."""
         self.bound = _NOTHING_BOUND
@@ -184,7 +193,8 @@ class Exchange:
         for flat in flats if self._clip else ():
             clip_norm(flat, self._clip)
         codec = self._worker.phase(step)
-        if codec.name not in self._bounds:
+        self.is_first_use = codec.name not in self._bounds
+        if self.is_first_use:
             self._bounds[codec.name] = self._bind(codec)
         self.bound = self._bounds[codec.name]
         for state in self._states.values():
@@ -360,7 +370,7 @@ class Exchange:
                     Key(recipe.names[tensor], start, stop, slot.kind, slot.merged)
                     for tensor, start, stop in chunk.partitions
                 ]
-                self._state_store.register(keys, state, bulk)
+                self._state_store.register(keys, state, coder)
             if WEIGHT in state:
                 views = [state[WEIGHT]] if bulk is None else bulk.views(state[WEIGHT])
                 self._weights += [

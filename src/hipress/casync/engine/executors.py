@@ -58,6 +58,36 @@ _STOP = (-1, -1)
 Explain = Callable[[BaseException], BaseException]
 
 
+class BusyTime:
+    """Adds up the time in which at least one of several things is under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._since_ns = 0
+        self._total_ns = 0
+
+    def begin(self) -> None:
+        """Notes that one more is under way."""
+        with self._lock:
+            if self._num_running == 0:
+                self._since_ns = time.perf_counter_ns()
+            self._num_running += 1
+
+    def end(self) -> None:
+        """Notes that one of them has ended."""
+        with self._lock:
+            self._num_running -= 1
+            if self._num_running == 0:
+                self._total_ns += time.perf_counter_ns() - self._since_ns
+
+    def read_ns(self) -> int:
+        """Returns the time so far."""
+        with self._lock:
+            running_ns = time.perf_counter_ns() - self._since_ns if self._num_running else 0
+            return self._total_ns + running_ns
+
+
 class BaseExecutor:
     """The exchanges that are running, and how one or all of them end.
 
@@ -78,6 +108,10 @@ class BaseExecutor:
         """The list to which tasks are recorded; None if they are not."""
         self.verb_ns: dict[str, int] = {}
         """Time spent in each verb so far; a receive counts from its start to its end."""
+        self.exchanging = BusyTime()
+        """Time in which at least one exchange is under way."""
+        self.coding = BusyTime()
+        """Time in which at least one task encodes, decodes or merges."""
         self._counting = threading.Lock()
         self.failure: BaseException | None = None
         self.explain = explain
@@ -129,6 +163,8 @@ class BaseExecutor:
                 self._fewer_running.wait()
             self.check()
             self._running[key] = exchange
+        exchange.started_ns = time.perf_counter_ns()
+        self.exchanging.begin()
 
     def _end(self, exchange: Exchange) -> None:
         """Hands an exchange back, unless it has failed meanwhile."""
@@ -138,6 +174,9 @@ class BaseExecutor:
                 return
             del self._running[key]
             self._fewer_running.notify_all()
+        self.exchanging.end()
+        exchange.num_done += 1
+        exchange.under_way_ns += time.perf_counter_ns() - exchange.started_ns
         exchange.on_done(None)
 
     def _record(self, exchange: Exchange, index: int, queue: str, start_ns: int) -> None:
@@ -147,6 +186,8 @@ class BaseExecutor:
         verb = task.verb.value
         with self._counting:
             self.verb_ns[verb] = self.verb_ns.get(verb, 0) + end_ns - start_ns
+            if task.verb in COMPUTING:
+                exchange.coding_ns += end_ns - start_ns
         # Read once: another thread may stop the recording meanwhile.
         if (events := self.events) is not None:
             message = exchange.bound.messages[index]
@@ -291,7 +332,9 @@ class Executor(BaseExecutor):
             work = exchange.bound.work[index]
             assert work is not None
             start_ns = time.perf_counter_ns()
+            self.coding.begin()
             work()
+            self.coding.end()
             self._record(exchange, index, "compute", start_ns)
             self._release(exchange, index)
 
@@ -450,7 +493,9 @@ class OrderedExecutor(BaseExecutor):
         work, message = exchange.bound.work[index], exchange.bound.messages[index]
         if computes:
             assert work is not None
+            self.coding.begin()
             work()
+            self.coding.end()
             return
         assert message is not None
         task = exchange.recipe.graph.tasks[index]

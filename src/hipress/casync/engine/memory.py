@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from hipress.casync.graphs.partitions import Partition
 from hipress.codecs.base import Codec
 from hipress.codecs.bulk import Bulk
+from hipress.codecs.tensors import Scratch
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
@@ -30,20 +30,8 @@ def keep_for(stream: torch.cuda.Stream | None, values: Sequence[torch.Tensor]) -
             value.detach().record_stream(stream)
 
 
-class Scratch(threading.local):
-    """Memory in which merges add up; each computing thread has its own."""
-
-    def __init__(self) -> None:
-        self._held = torch.empty(0)
-
-    def take(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Returns float32 memory with any content."""
-        if self._held.numel() < numel or self._held.device != device:
-            self._held = torch.zeros(numel, device=device)
-        return self._held[:numel]
-
-
 scratch = Scratch()
+"""Memory in which merges add up."""
 CLIP_NUMEL = 2**20
 """Elements of 16 bits that are widened at a time."""
 _NOTHING = torch.empty(0)

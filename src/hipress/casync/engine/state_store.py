@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from hipress.casync.graphs.graph import Kind
-from hipress.codecs.base import RANDOM_KEYS, WEIGHT, State
+from hipress.codecs import residual
+from hipress.codecs.base import RANDOM_KEYS, WEIGHT, Codec, State
 from hipress.codecs.bulk import Bulk
 
 
@@ -28,6 +29,11 @@ class Key(NamedTuple):
     merged: int
     """The number of contributions in what is encoded."""
 
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.stop - self.start
+
 
 class StateStore:
     """The memory of codecs, as tensors by name, for every partition of every gradient."""
@@ -37,25 +43,25 @@ class StateStore:
         self._preloaded: dict[tuple[str, Kind, int], State] = {}
         """Memory of whole gradients, for partitions that no exchange has worked on yet."""
 
-    def register(self, keys: Sequence[Key], state: State, bulk: Bulk | None) -> None:
+    def register(self, keys: Sequence[Key], state: State, coder: Codec | Bulk) -> None:
         """Fills the new state of an exchange with what is stored, and stores it from now on.
 
         Args:
             keys: The partitions of a chunk, in order.
             state: The state of the chunk.
-            bulk: The layout of several partitions in the state; None if there is one.
+            coder: What works on the state, and knows its layout.
         """
         for name, held in state.items():
             if name in RANDOM_KEYS:
                 continue
-            views = [held] if bulk is None else bulk.views(held)
+            views = coder.state_views(name, held, keys[0].numel)
             for key, view in zip(keys, views, strict=True):
                 mine = self._held.setdefault(key.name, {}).setdefault(key, {})
                 preloaded = self._preloaded.get((key.name, key.kind, key.merged), {})
                 if name in mine:
-                    view.copy_(mine[name])
+                    residual.put(view, mine[name], key.numel)
                 elif name in preloaded:
-                    view.copy_(preloaded[name][key.start : key.stop])
+                    residual.put(view, preloaded[name][key.start : key.stop], key.numel)
                 mine[name] = view
 
     def preload(
@@ -65,7 +71,7 @@ class StateStore:
         self._preloaded.setdefault((gradient, kind, merged), {})[name] = value
         for key, state in self.partitions_of(gradient).items():
             if (key.kind, key.merged) == (kind, merged) and name in state:
-                state[name].copy_(value[key.start : key.stop])
+                residual.put(state[name], value[key.start : key.stop], key.numel)
 
     def preloaded(self, gradient: str, kind: Kind, merged: int, name: str) -> torch.Tensor | None:
         """Returns what `preload` was given, until `drop_preloaded`."""
@@ -84,7 +90,7 @@ class StateStore:
         mine = self._held.setdefault(key.name, {}).setdefault(key, {})
         for name, value in state.items():
             if name in mine:
-                mine[name].copy_(value)
+                residual.put(mine[name], value, key.numel)
             else:
                 mine[name] = value
 
@@ -94,10 +100,10 @@ class StateStore:
 
     def scale(self, factor: float) -> None:
         """Multiplies all memory that has the unit of gradients."""
-        for _, state in self:
+        for key, state in self:
             for name, held in state.items():
                 if name != WEIGHT:
-                    held.mul_(factor)
+                    residual.scale(held, factor, key.numel)
         for preloaded in self._preloaded.values():
             for name in preloaded:
                 preloaded[name] = preloaded[name] * factor  # the tensor belongs to the caller
@@ -115,7 +121,7 @@ class StateStore:
                 role = (key.kind, key.merged, part)
                 if role not in found:
                     found[role] = torch.zeros(numel, device=device)
-                found[role][key.start : key.stop] = value
+                found[role][key.start : key.stop] = residual.values(value, key.numel)
         return found
 
     def clear(self) -> None:

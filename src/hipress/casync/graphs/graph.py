@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
 
-class Verb(str, Enum):
+class Verb(StrEnum):
     """What a task does. The first five are CaSync's; the last two are made by lowering."""
 
     ENCODE = "encode"
@@ -34,7 +34,7 @@ COMPUTING = frozenset({Verb.ENCODE, Verb.DECODE, Verb.MERGE})
 """Verbs of the computing queue; the others communicate."""
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What a slot holds."""
 
     GRADIENT = "gradient"

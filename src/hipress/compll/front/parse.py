@@ -119,8 +119,14 @@ def _expected(error: lark.exceptions.UnexpectedToken) -> str:
 
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_NO_TYPE = r"(?!(?:return|else|if|per|repeat|param|inout|lambda_func|void)\b)([A-Za-z_]\w*)"
-_LIKE_A_TYPE = r"((?:u?int|float)\d+(?:_t)?|double|half|bool|char|short|long|unsigned|size_t)"
+_TYPE = rf"(?:{'|'.join(TYPES.replace('<...>', '').split(', '))}|void)\b"
+_NO_TYPE = rf"(?!(?:return|else|if|per|repeat|param|inout|lambda_func)\b|{_TYPE})([A-Za-z_]\w*)"
+_LIKE_A_TYPE = (
+    rf"(?!{_TYPE})((?:u?int|float)\d+(?:_t)?|double|half|bool|char|short|long|unsigned|size_t)"
+)
+# How far a lambda without its [&] is read: (float x, [], [=, (), (x) ->, lambda x.
+_BARE_LAMBDA = rf"\(\s*{_TYPE}[\s*]+\w+|\[\s*[\]=]|\(\s*\)|\([\w\s,*]+\)\s*->|lambda\s+\w+"
+_CAPTURE = "a lambda begins with [&]; write [&](float x) -> float {{ ... }}"
 
 # What other languages have: how a statement looks up to the place of the error, and what to say.
 # Group 1 is what the message names and where it points.
@@ -133,6 +139,8 @@ _HABITS = (
     (r"([A-Za-z_]\w*)\s*([-+*/%&|^]|<<|>>)=",
      "the language has no '{1}='; write {0} = {0} {1} ..."),
     (r"([A-Za-z_]\w*)\s*([-+])\2[;)]", "the language has no '{1}{1}'; write {0} = {0} {1} 1"),
+    (rf".*[(,=]\s*({_BARE_LAMBDA})", _CAPTURE),
+    (r"lambda_func\s+\w+\s*=\s*(\()", _CAPTURE),
     (rf"{_NO_TYPE}\s+[A-Za-z_]\w*", f"{{0!r}} is not a type; types: {TYPES}"),
     (rf"{_LIKE_A_TYPE}\s*\*.*", f"{{0!r}} is not a type; types: {TYPES}"),
     (rf".*[(,]\s*{_NO_TYPE}\s*\*", f"{{0!r}} is not a type; types: {TYPES}"),

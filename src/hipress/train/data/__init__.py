@@ -1,6 +1,7 @@
 """The data sets of the training jobs, by name: digits, synthetic data, and the user's own files.
 
-Nothing is downloaded. To add a data set, write how to open it and add it to the table below.
+Nothing is downloaded. To add a data set, write how to open it and add it to the table below. A name
+with a colon is code of the user's own (`own.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from hipress.train.data.images import (
     open_digits,
     open_fashion_mnist,
 )
+from hipress.train.data.own import open_own
 from hipress.train.data.synthetic import Synthetic
 from hipress.train.data.text import Characters, open_parallel_text, open_text
 from hipress.train.tasks import Draw
+from hipress.train.user_code import is_own
 
 __all__ = ["NAMES", "TOKENS", "Characters", "Data", "DataSet", "load", "open_data", "usage"]
 
@@ -145,7 +148,7 @@ def open_data(
     """Open a data set by name.
 
     Args:
-        name: One of `NAMES`.
+        name: One of `NAMES`, or the user's own as package.module:callable, which ignores all below.
         paths: The folder or files of the data set.
         task: Task of the model; None selects the first task of the data set.
         draw: Draws synthetic data for the model.
@@ -162,6 +165,8 @@ def open_data(
         >>> digits.num_train, digits.num_test, digits.sizes
         (1200, 597, {'num_classes': 10})
     """
+    if is_own(name):
+        return open_own(name, tuple(paths))
     entry = _entry(name)
     if task is not None and task not in entry.tasks:
         choices = _choices(usage(other) for other, row in _TABLE.items() if task in row.tasks)
@@ -214,9 +219,11 @@ def _entry(name: str) -> _Entry:
     if name in _TABLE:
         return _TABLE[name]
     hint = did_you_mean(name.lower(), NAMES)
-    raise UsageError(f"no data set {name!r}{hint}; there are: {', '.join(NAMES)}; choose one.")
+    raise UsageError(
+        f"no data set {name!r}{hint}; there are: {', '.join(NAMES)}; choose one, or "
+        "name your own as package.module:callable."
+    )
 
 
 def _choices(choices: Iterable[str]) -> str:
-    *first, last = choices
-    return f"{', '.join(first)} or {last}" if first else last
+    return f"{', '.join(choices)} or your own, --data package.module:callable"

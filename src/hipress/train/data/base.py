@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hipress.errors import UsageError
-from hipress.train.tasks import Batch
+from hipress.train.tasks import Batch, LearningTask
 
 
 class Data(ABC):
@@ -24,6 +24,8 @@ class Data(ABC):
 
     reads_files = False
     """Whether each batch opens files, so that loader processes save time."""
+    learning_task: LearningTask | None = None
+    """The task of data that is the user's own; None if it is that of the table."""
 
     def __init__(
         self, name: str, task: str, sizes: dict[str, int], num_train: int, num_test: int
@@ -67,8 +69,7 @@ def numbers(seed: int, indices: Tensor, num_each: int) -> NDArray[np.float64]:
     rows = _scramble(start ^ _scramble(indices.numpy().astype(np.uint64)))
     steps = np.arange(1, num_each + 1, dtype=np.uint64) * _STEP
     bits = _scramble(rows[:, None] + steps)
-    scaled: NDArray[np.float64] = (bits >> np.uint64(11)) * 2.0**-53  # a double has 53 bits
-    return scaled
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53  # a double has 53 bits
 
 
 def _scramble(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -6,14 +6,10 @@ come from torch's global generator only, so a seed decides them on every rank.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,15 +17,18 @@ from torch import nn
 
 from hipress.errors import UsageError, did_you_mean
 from hipress.train.data import synthetic
+from hipress.train.data.own import FEW, own_source
 from hipress.train.models.inception import inception_v3
 from hipress.train.models.lstm import Lstm
 from hipress.train.models.resnet import DEPTHS, resnet
 from hipress.train.models.transformers import Bert, Gpt, Transformer
 from hipress.train.models.ugatit import Ugatit
 from hipress.train.models.vgg import WIDTHS, cnn, small_vgg, vgg
-from hipress.train.tasks import Batch, Draw
+from hipress.train.tasks import TASKS, Batch, Draw, LearningTask
+from hipress.train.user_code import call, find, is_own, misfit
+from hipress.version import docs_url
 
-__all__ = ["MODELS", "Model", "model", "names"]
+__all__ = ["MODELS", "Model", "check_gradients", "model", "names", "timed", "tried"]
 
 CUSTOM_BATCH = 32
 
@@ -48,6 +47,9 @@ class Model:
     """Examples per rank and step, unless the user gives another number."""
     task: str | None
     """Key in `hipress.train.tasks.TASKS`; None if the data decides."""
+    own_task: LearningTask | None = None
+    """The task of the user's own data, which is drawn in place of the model's; None if the data is
+    the model's."""
     build: Callable[..., nn.Module]
     """Builds the model, with weights from torch's global generator, from the sizes of its task
     (num_classes or vocabulary)."""
@@ -60,19 +62,25 @@ class Model:
     is_hidden: bool = False
     """Whether the model is left out of lists: a test model or an old name."""
 
+    @property
+    def learning_task(self) -> LearningTask:
+        """Batch, loss and score of the data that `data` returns."""
+        return self.own_task or TASKS[self.task or ""]
+
     def make(self, seed: int = 0, **sizes: int) -> nn.Module:
         """Return the model with weights that depend on the seed only."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.build(**sizes)
 
+    def fitting(self, sizes: dict[str, int]) -> dict[str, int]:
+        """Return the sizes of a data set that `build` takes: a language model has no classes."""
+        has_classes = self.task in (None, "classify")
+        return {key: size for key, size in sizes.items() if has_classes or key != "num_classes"}
+
     def data(self, rank: int, batch: int | None = None) -> Batch:
-        """Return one batch of synthetic data, different on every rank."""
-        if self.draw is None:
-            raise UsageError(
-                f"there is no made-up data for {self.about}; name a model of the table, or train "
-                "this one with data of its own."
-            )
+        """Return one batch of the data that the model is timed with, different on every rank."""
+        assert self.draw is not None
         return self.draw(batch or self.batch, torch.Generator().manual_seed(rank))
 
 
@@ -80,12 +88,56 @@ def model(name: str) -> Model:
     """Return the model of the table, or a user's own by `package.module:callable`."""
     if name in MODELS:
         return MODELS[name]
-    if ":" in name:
+    if is_own(name):
         return _custom(name)
     raise UsageError(
         f"model {name!r}{did_you_mean(name.lower(), names())} is none of {', '.join(names())}; "
         "choose one, or name your own as package.module:callable."
     )
+
+
+def timed(name: str, data: str | None = None) -> Model:
+    """Return a model by name with the data that it is timed with: made-up, or the user's own."""
+    line = model(name)
+    if data is None:
+        if line.draw is None:
+            raise UsageError(
+                f"model {name!r} is your own, which has no made-up data to time it with; name "
+                f"yours with --data package.module:callable ({docs_url('models')})."
+            )
+        return line
+    if not is_own(data):
+        raise UsageError(
+            f"--data {data!r} is not of the form package.module:callable; to time a model, name a "
+            "callable that returns a torch.utils.data.Dataset, or one that takes the size of a "
+            f"batch and returns a batch ({docs_url('models')})."
+        )
+    source = own_source(data)
+    sizes = line.fitting(source.sizes)
+    return replace(line, own_task=source.task, draw=source.draw, build=partial(line.build, **sizes))
+
+
+def tried(line: Model, name: str, device: torch.device | None = None) -> Model:
+    """Return the model with its number of trained parameters, after one backward pass of it."""
+    net = line.make().to(device)
+    batch = tuple(part.to(device) for part in line.data(0, FEW))
+    try:
+        torch.autograd.backward(line.learning_task.loss(net, batch))
+    except Exception as error:
+        raise misfit(name, batch, error) from error
+    check_gradients(net, name)
+    trained = (p.numel() for p in net.parameters() if p.requires_grad)
+    return replace(line, num_parameters=sum(trained))
+
+
+def check_gradients(net: nn.Module, name: str) -> None:
+    """Raise a UsageError if a trained parameter has no gradient after a backward pass."""
+    for key, parameter in net.named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            raise UsageError(
+                f"parameter {key!r} of {name} got no gradient from a batch, on which DDP would "
+                "wait for it; use it, or set its requires_grad to False."
+            )
 
 
 def names() -> list[str]:
@@ -292,28 +344,10 @@ MODELS["gpt-124m"] = replace(MODELS["gpt2"], is_hidden=True)  # the name of old 
 def _custom(name: str) -> Model:
     """Return the description of a user's own model, `package.module:callable`.
 
-    The module may also be in the working folder. The callable gets those sizes of the data
-    (num_classes, vocabulary) that its signature takes, and returns a torch.nn.Module.
+    The callable gets those sizes of the data (num_classes, vocabulary) that its signature takes,
+    and returns a torch.nn.Module.
     """
-    module, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in f"{module}.{attribute}".split(".")):
-        raise UsageError(
-            f"model {name!r} is not of the form package.module:callable; name a callable that "
-            "returns a torch.nn.Module, or a model of the table."
-        )
-    maker: Any = _import(name, module)
-    for part in attribute.split("."):
-        if not hasattr(maker, part):
-            raise UsageError(
-                f"model {name!r}: module {module!r} has no {attribute!r}; name a callable that it "
-                "has."
-            )
-        maker = getattr(maker, part)
-    if not callable(maker):
-        raise UsageError(
-            f"model {name!r} is of type {type(maker).__name__} and cannot be called; name a "
-            "function or class that returns a torch.nn.Module."
-        )
+    maker = find("model", name, "torch.nn.Module")
     return Model(
         about=f"the model {name!r}",
         num_parameters=0,
@@ -323,25 +357,6 @@ def _custom(name: str) -> Model:
         build=lambda **sizes: _build_custom(name, maker, sizes),
         draw=None,
     )
-
-
-def _import(name: str, module: str) -> ModuleType:
-    # A console script does not search the working folder; at the end of the path it hides nothing.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or module
-        if f"{module}.".startswith(f"{missing}."):
-            raise UsageError(
-                f"model {name!r}: module {missing!r} is neither installed nor in this folder; "
-                "correct the name, or run from the folder that holds it."
-            ) from error
-        raise UsageError(
-            f"model {name!r}: module {module!r} imports {missing!r}, which is not installed; "
-            "install it first."
-        ) from error
 
 
 def _build_custom(name: str, maker: Callable[..., Any], sizes: dict[str, int]) -> nn.Module:
@@ -359,10 +374,15 @@ def _build_custom(name: str, maker: Callable[..., Any], sizes: dict[str, int]) -
             f"model {name!r} cannot be called with what this data gives ({offered}): {error}; "
             "give its other arguments defaults."
         ) from error
-    built = maker(**given)
+    built = call("model", name, maker, **given)
     if not isinstance(built, nn.Module):
         raise UsageError(
             f"model {name!r} returned {type(built).__name__} and not a torch.nn.Module; name a "
             "callable that does."
+        )
+    if not any(parameter.requires_grad for parameter in built.parameters()):
+        raise UsageError(
+            f"model {name!r} has no parameter that is trained, so it has no gradients to exchange; "
+            "set requires_grad of some parameters to True."
         )
     return built

@@ -13,7 +13,8 @@ import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -31,6 +32,9 @@ MAX_CALLS = 2048
 MAX_SCRATCH = 64 * 2**20
 """Most bytes of scratch memory that a graph may keep. With more, kernels run so long that the time
 of the host does not matter."""
+
+RELAXED = 2
+"""`CU_STREAM_CAPTURE_MODE_RELAXED`."""
 
 ALIGN = 16
 """Kernels that read four floats at once take memory on a multiple of this."""
@@ -61,6 +65,7 @@ class Driver:
         """Whether graphs can be made; False when it failed once."""
         names = ("Create", "AddKernelNode", "InstantiateWithFlags", "Destroy", "ExecDestroy")
         self._functions = {name: getattr(library, f"cuGraph{name}") for name in names}
+        self._exchange_mode = library.cuThreadExchangeStreamCaptureMode
         self._launch = library.cuGraphLaunch
         self._launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
@@ -70,6 +75,10 @@ class Driver:
         The graph is put together kernel by kernel. While a stream is captured, whoever waits for
         the device in another thread would get an error.
         """
+        with self._beside_captures():
+            return self._make(launches)
+
+    def _make(self, launches: Sequence[tuple[Any, int, list[int]]]) -> int:
         graph, made, node = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         self._call("Create", ctypes.byref(graph), 0)
         try:
@@ -95,7 +104,22 @@ class Driver:
 
     def destroy(self, graph: int) -> None:
         """Frees a graph, when it has run if it is running; at exit the driver may be gone."""
-        self._functions["ExecDestroy"](ctypes.c_void_p(graph))
+        with self._beside_captures():
+            self._functions["ExecDestroy"](ctypes.c_void_p(graph))
+
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Keeps the calls of this thread from ending a capture that is under way in the process.
+
+        Memory is allocated and freed here, which the driver takes for a mistake in a capture. The
+        garbage collector may free a graph at any time, also while the caller captures one.
+        """
+        mode = ctypes.c_int(RELAXED)
+        self._exchange_mode(ctypes.byref(mode))  # from here on `mode` is the one before
+        try:
+            yield
+        finally:
+            self._exchange_mode(ctypes.byref(mode))
 
     def _call(self, name: str, *args: Any) -> None:
         if code := self._functions[name](*args):

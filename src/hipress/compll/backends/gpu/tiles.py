@@ -136,6 +136,9 @@ class Tile:
         """Neighbours that one thread has. Of 16 bits it can read eight at once, but where something
         is summed it takes four, as of 32 bits, so that floats add up in the same order."""
         self.warps = min(32, max(1, self.rows * self.cols // (32 * per_thread)))
+        if any(e.op == "local" and e.attr.kind in ("largest", "scatter") for e in walk(everything)):
+            # Many short steps, and in each of them the warps of a row wait for each other.
+            self.warps = min(self.warps, max(self.rows, self.rows * self.cols // (32 * 64)))
 
     @property
     def shape(self) -> str:

@@ -6,8 +6,8 @@ import time
 import pytest
 from torch import nn
 
-from hipress.torch import watchdog
-from hipress.torch.watchdog import Watchdog
+from hipress.session import watchdog
+from hipress.session.watchdog import Watchdog
 
 PATIENCE_S = 0.3
 

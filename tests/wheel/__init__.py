@@ -1,0 +1,1 @@
+"""The distributions, and the wheel in an empty environment: `make dist`."""
