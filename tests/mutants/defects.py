@@ -1011,7 +1011,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "a sign is divided by eps where no gradient has been",
         "torch/optim.py",
-        "if low == 0:",
+        "if low < least or low == 0:",
         "if False:",
         (f"{OPTIM}::test_elements_without_a_second_moment_stay",),
     ),
@@ -1039,8 +1039,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "ranks of one host disagree on what a flush sends",
         "session/momentum.py",
-        "not unsent.isdisjoint(group.names)",
-        "torch.distributed.get_rank() == 0",
+        "if unsent.isdisjoint(group.names) else",
+        "if torch.distributed.get_rank() else",
         ("tests/torch/test_momentum_ranks.py",),
     ),
     Defect(
@@ -1053,7 +1053,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "momentum that other ranks owe is added to a gradient",
         "session/owed.py",
-        "due = self.momentum if is_momentum else self",
+        "due = self.momentum if content is Content.MOMENTUM else self",
         "due = self.momentum or self",
         ("tests/torch/test_momentum_ranks.py",),
     ),

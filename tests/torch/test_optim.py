@@ -814,3 +814,21 @@ def test_any_optimizer_can_have_its_momentum_exchanged(alone):
     before = loss_of(ddp, 0).item()
     train(ddp, optimizer, [0] * 60)
     assert loss_of(ddp, 0).item() < 0.3 * before
+
+
+def test_a_group_may_be_removed_between_steps():
+    """Catches: the place of a parameter's group, kept from an earlier step."""
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = hipress.torch.AdamW([{"params": [p]} for p in parameters], lr=0.1)
+    for is_momentum in (False, True):
+        for parameter in parameters:
+            parameter.grad = torch.ones(4)
+        optimizer.note_incoming(parameters, is_momentum=is_momentum)
+        optimizer.step()
+    del optimizer.param_groups[1]
+    removed = parameters[1].detach().clone()
+    for parameter in parameters:
+        parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert torch.equal(parameters[1], removed)
+    assert torch.equal(parameters[0], parameters[2])

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hipress")
 
+LAST_TENSORS_S = 0.1
+"""How long a process that ends waits for threads of torch that were in a collective."""
 CONNECT_S = 60.0
 """How long ranks that have met may take to connect with each other."""
 LOOK_S = 1.0
@@ -330,6 +332,10 @@ def _close_all() -> None:
             engine.close()
         except Exception:  # the others must be closed too
             _log.exception("an engine could not be closed")
+    if _all:
+        # A thread of torch that has just finished a collective still frees its tensors, for which
+        # it needs Python's lock; if Python shuts down first, the process is aborted.
+        time.sleep(LAST_TENSORS_S)
 
 
 def _make(group: ProcessGroup, device: torch.device, options: Options | None, seed: int) -> Engine:

@@ -283,8 +283,10 @@ class _AdamExchange:
                 self.param_groups = groups
             for group in groups:
                 self._own_step(group, [p for p in group["params"] if p in own])
+        self._group_numbers.clear()  # groups may have been added or removed
+        trained = {p for group in self.param_groups for p in group["params"]}
         for parameter, count in self._counts.items():
-            if parameter not in own and parameter.grad is not None:
+            if parameter not in own and parameter.grad is not None and parameter in trained:
                 count.step, count.sq_updates = count.step + 1, count.sq_updates + 1
                 count.sq_step = count.step
                 count.sq_weight = 1 - float(self._group_of(parameter)["betas"][1]) ** count.step

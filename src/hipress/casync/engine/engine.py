@@ -341,12 +341,14 @@ class Engine:
 
         In a process that was forked it does nothing: the connections are those of its parent.
         """
-        if not self._is_own:
+        if not self._is_own or self.is_closed:
             return
         self.is_closed = True
         self._heartbeats.close()
-        self.executor.close()
+        ended = self.executor.close()
         self._callback_threads.close()
+        if ended:
+            self.transport.close()
 
     @property
     def _is_own(self) -> bool:

@@ -266,8 +266,8 @@ class Executor(BaseExecutor):
         number = exchange.recipe.number % NUM_RECIPES
         return (number * NUM_USES + exchange.use % NUM_USES) << TAG_BITS
 
-    def close(self) -> None:
-        """Ends the threads; running exchanges fail."""
+    def close(self) -> bool:
+        """Ends the threads; running exchanges fail. Returns whether all threads have ended."""
         self.fail(UsageError("this engine is closed; make another."))
         for _ in range(self.num_threads):
             self._ready.push(_STOP, None)
@@ -281,6 +281,7 @@ class Executor(BaseExecutor):
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(CLOSE_S)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(
@@ -453,12 +454,13 @@ class OrderedExecutor(BaseExecutor):
                     stream.wait_event(ready)
         self._submitted.put(exchange)
 
-    def close(self) -> None:
-        """Ends the thread; running exchanges fail."""
+    def close(self) -> bool:
+        """Ends the thread; running exchanges fail. Returns whether it has ended."""
         self.fail(UsageError("this engine is closed; make another."))
         self._submitted.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -95,6 +95,10 @@ class Transport(ABC):
         """Makes what is pending fail; nothing can be sent any more."""
         return None
 
+    def close(self) -> None:
+        """Ends its threads; nothing is pending, and nothing can be sent any more."""
+        return None
+
     def num_lost_peers(self) -> int | None:
         """Returns the number of other ranks to which the connection is lost; None if unknown."""
         return None
@@ -140,6 +144,11 @@ class GroupTransport(Transport):
             self.group.abort()
         finally:
             shut_down(self._sockets)
+
+    def close(self) -> None:
+        # The destructor of a group of gloo joins its threads. One that frees a tensor while Python
+        # shuts down aborts the process.
+        del self.group
 
     def num_lost_peers(self) -> int | None:
         if not self._connections:
