@@ -275,7 +275,9 @@ def test_a_codec_without_error_feedback_gets_gradients(alone):
     want = first.lerp(weight.grad, 1 - optimizer.param_groups[0]["betas"][0])
     optimizer.step()
     torch.testing.assert_close(state["exp_avg"], want)
-    assert torch.equal(state["exp_avg_sq"], second) and not optimizer._holds_noise
+    assert torch.equal(state["exp_avg_sq"], second)
+    optimizer.zero_grad()
+    assert not optimizer._holds_noise
     train(ddp, optimizer, range(200, 200 + SCHEDULE["refresh_every"]))
     assert not torch.equal(state["exp_avg_sq"], second), "no refresh has come"
 
@@ -415,6 +417,41 @@ def test_momentum_of_momentum_is_refused(alone):
     train(ddp, optimizer, range(6))
     with pytest.raises(UsageError, match="the optimizer would take momentum a second time"):
         loss_of(ddp, 6).backward()
+
+
+def test_a_second_step_takes_the_same_momentum(alone):
+    """Catches: momentum in `.grad` that a second step without a backward takes for a gradient."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(6))
+    weight = ddp.module[0].weight
+    second = optimizer.state[weight]["exp_avg_sq"].clone()
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["exp_avg"], weight.grad)
+    assert torch.equal(optimizer.state[weight]["exp_avg_sq"], second)
+    assert optimizer._count(weight).sq_step == SCHEDULE["refresh_warmup"]
+
+
+def test_a_second_step_keeps_noise_out_of_the_second_moment(alone):
+    """Catches: noise of a codec that a second step without a backward learns sizes from."""
+    ddp, optimizer, _ = attached("terngrad")
+    train(ddp, optimizer, range(5))
+    second = optimizer.state[ddp.module[0].weight]["exp_avg_sq"].clone()
+    optimizer.step()
+    assert torch.equal(optimizer.state[ddp.module[0].weight]["exp_avg_sq"], second)
+
+
+def test_a_gradient_that_no_exchange_made_is_a_gradient(alone):
+    """Catches: the momentum of the last step, remembered for a `.grad` that was replaced."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(6))
+    weight = ddp.module[0].weight
+    ddp.zero_grad()
+    with ddp.no_sync():
+        loss_of(ddp, 6).backward()
+    want = optimizer.state[weight]["exp_avg"].lerp(weight.grad, 0.1)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg"], want)
+    assert optimizer._count(weight).sq_step == 7
 
 
 def test_clipping_limits_the_norm_of_momentum(alone):

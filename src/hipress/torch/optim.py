@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.optim.optimizer import _use_grad_for_differentiable
+from torch.utils.weak import TensorWeakRef
 
 from hipress.errors import UsageError, public
 
@@ -147,6 +148,8 @@ class _AdamExchange:
         """Parameters whose `.grad` holds the averaged momentum."""
         self._holds_noise: set[torch.Tensor] = set()
         """Parameters whose `.grad` must not go into the second moment."""
+        self._used: dict[torch.Tensor, TensorWeakRef] = {}
+        """The `.grad` of those two kinds that the last step has used."""
         self._counts: dict[torch.Tensor, _Counts] = {}
         self._group_numbers: dict[torch.Tensor, int] = {}
         self._divisors: dict[torch.Tensor, _Divisor] = {}
@@ -243,6 +246,8 @@ class _AdamExchange:
         """Takes note of what `.grad` of these parameters holds when `step` is called next."""
         parameters = list(parameters)
         self._holds_noise.difference_update(parameters)
+        for parameter in parameters:
+            self._used.pop(parameter, None)
         if is_momentum:
             self._holds_momentum.update(parameters)
         else:
@@ -255,6 +260,23 @@ class _AdamExchange:
     def _forget_incoming(self) -> None:
         self._holds_momentum.clear()
         self._holds_noise.clear()
+        self._used.clear()
+
+    def _forget_replaced(self) -> None:
+        """Forgets what `.grad` held where it has been replaced since a step used it."""
+        # A second step may use the same `.grad`, which still holds no gradient: the step itself
+        # forgets nothing. One that was replaced without an exchange, as in no_sync, is a gradient.
+        for parameter, used in self._used.items():
+            if used() is not parameter.grad:
+                self._holds_momentum.discard(parameter)
+                self._holds_noise.discard(parameter)
+        self._used.clear()
+
+    def _note_used(self) -> None:
+        held = self._holds_momentum | self._holds_noise
+        self._used = {p: TensorWeakRef(p.grad) for p in held if p.grad is not None}
+        self._holds_momentum &= self._used.keys()
+        self._holds_noise &= self._used.keys()
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -265,6 +287,7 @@ class _AdamExchange:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._forget_replaced()
         for parameter in [p for p in self._counts if not self.state.get(p)]:
             del self._counts[parameter]  # its state was cleared
             self._divisors.pop(parameter, None)
@@ -291,7 +314,7 @@ class _AdamExchange:
                 count.sq_step = count.step
                 count.sq_weight = 1 - float(self._group_of(parameter)["betas"][1]) ** count.step
         self._store_counts(own)
-        self._forget_incoming()
+        self._note_used()
         return loss
 
     def _store_counts(self, own: set[torch.Tensor]) -> None:
