@@ -778,6 +778,84 @@ def test_parameters_that_send_gradients_may_come_after_attach(alone):
     assert not torch.equal(bias, before)
 
 
+@pytest.mark.parametrize("make", [hipress.torch.AdamW, torch.optim.AdamW, torch.optim.SGD])
+def test_another_optimizer_does_not_take_momentum_for_gradients(alone, make):
+    """Catches: an optimizer made anew after attach, which trains on the momentum of the old one."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(6))
+    other = make(ddp.parameters(), lr=0.01)
+    match = (
+        rf"{make.__name__} made a step with '0\.weight', whose \.grad holds the momentum of the "
+        "AdamW that attach was given: train with that one"
+    )
+    with pytest.raises(UsageError, match=match):
+        train(ddp, other, [6])
+    again = DDP(ddp.module)
+    hipress.attach(again, "onebit", optimizer=other)
+    train(again, other, range(7, 9))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Calls the step of another optimizer inside its own."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self):
+        self.base.step()
+
+
+def test_other_optimizers_may_step_beside_it(alone):
+    """Catches: an error for optimizers that get gradients, or that call the one attached."""
+    ddp, optimizer, _ = attached("onebit")
+    bias = torch.optim.SGD([ddp.module[2].bias], lr=0.01)
+    every = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    train(ddp, every, range(2))  # refreshes, which are gradients
+    wrapper = Wrapper(optimizer)
+    for number in range(8):
+        ddp.zero_grad()
+        loss_of(ddp, number).backward()
+        if number != 5:  # one that is skipped
+            bias.step()
+            wrapper.step()
+    ddp.zero_grad()
+    every.step()
+
+
+def test_a_scaler_that_attach_does_not_know_is_refused(alone):
+    """Catches: momentum that is mixed with scaled gradients, without a word."""
+    ddp, optimizer, _ = attached("onebit")
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps its step
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(ddp, 0)).backward()
+    with pytest.raises(UsageError, match=r"and attach was given no scaler: .* scaler=scaler"):
+        scaler.step(optimizer)
+
+
+def test_steps_without_a_scale_need_no_scaler(alone):
+    """Catches: an error for bfloat16, a scaler that is off, or a codec that sends gradients."""
+    ddp, optimizer, sync = attached("onebit")
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for number in range(7):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(ddp, number)
+        off.scale(loss).backward()
+        off.step(optimizer)
+        off.update()
+    sync.detach()
+    train(ddp, optimizer, [7])
+    gradients, other, _ = attached("int8")
+    for model, one in ((ddp, optimizer), (gradients, other)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number in range(2):
+            one.zero_grad()
+            scaler.scale(loss_of(model, number)).backward()
+            scaler.step(one)
+            scaler.update()
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.5, True])
 def test_a_schedule_is_a_number_of_steps(value):
     with pytest.raises(UsageError, match="refresh_every is .*at least 1"):

@@ -8,6 +8,7 @@ last bucket     DDP waits for all futures and hands the means out; then end_step
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import TensorWeakRef
 
 from hipress import settings as hipress_settings
 from hipress.codecs.base import Codec
@@ -68,6 +71,13 @@ class DDPAdapter(Adapter):
         """Whether the optimizer has loaded its state since ranks have compared it."""
         if self._exchange is not None:
             _on_load(self._exchange, self)
+            _on_steps(self)
+        self._is_asked = False
+        """Whether the optimizer was asked in this step what to exchange."""
+        self._holds_momentum: set[torch.Tensor] = set()
+        """Parameters whose momentum was exchanged in this step."""
+        self._unused: dict[torch.Tensor, TensorWeakRef] = {}
+        """Their `.grad`, until the optimizer makes a step."""
         self._num_optimized = 0
         self._scaler = scaler
         self._parameters: dict[str, torch.Tensor] = {}
@@ -340,6 +350,7 @@ class DDPAdapter(Adapter):
     def wants_gradients(self, names: Sequence[str]) -> bool:
         """Asks the optimizer."""
         assert self._exchange is not None
+        self._is_asked = True
         return self._exchange.wants_gradients([self._parameters[name] for name in names])
 
     def new_momentum_counts(self, names: Sequence[str]) -> dict[str, str] | None:
@@ -388,7 +399,41 @@ class DDPAdapter(Adapter):
         """Tells the optimizer what `.grad` will hold."""
         assert self._exchange is not None
         parameters = [self._parameters[name] for name in names]
+        if is_momentum:
+            self._holds_momentum.update(parameters)
+        else:
+            self._holds_momentum.difference_update(parameters)
+            for parameter in parameters:
+                self._unused.pop(parameter, None)
         self._exchange.note_incoming(parameters, is_momentum=is_momentum)
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses what would train wrongly without a word, after the step of any optimizer.
+
+        Raises:
+            UsageError: Another optimizer than the attached one has used momentum as gradients, or
+                a GradScaler whose scale is not known has made the step of the attached one.
+        """
+        own = type(self._optimizer).__name__
+        if optimizer is self._optimizer:
+            is_asked, self._is_asked = self._is_asked, False
+            self._unused.clear()
+            if is_asked and self._scaler is None and _is_called_by_scaler():
+                raise UsageError(
+                    f"a GradScaler made a step of the {own} whose momentum is exchanged, and "
+                    "attach was given no scaler: momentum would be mixed with scaled gradients, so "
+                    "write hipress.attach(..., scaler=scaler)."
+                )
+        elif self._unused:  # after its step, since a wrapper calls that of the attached one
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                known = self._unused.get(parameter)
+                if known is not None and parameter.grad is not None and known() is parameter.grad:
+                    raise UsageError(
+                        f"{type(optimizer).__name__} made a step with "
+                        f"{self._names[id(parameter)]!r}, whose .grad holds the momentum of the "
+                        f"{own} that attach was given: train with that one, or wrap the module in "
+                        "a new DistributedDataParallel and attach it with the new optimizer."
+                    )
 
     def loss_scale(self) -> float | None:
         """Returns the scale of the GradScaler."""
@@ -424,6 +469,8 @@ class DDPAdapter(Adapter):
 
     def note_means(self, names: Sequence[str]) -> None:
         """Watches the `.grad` of one of these parameters until it is cleared."""
+        held = self._holds_momentum
+        self._unused = {p: TensorWeakRef(p.grad) for p in held if p.grad is not None}
         if self._watched is None or self._watched.grad is None:
             self._watch(names)
         self._holds_means = self._watched is not None
@@ -509,6 +556,28 @@ def _on_load(optimizer: Any, adapter: DDPAdapter) -> None:
             found._has_new_state = True
 
     optimizer.register_load_state_dict_post_hook(note)
+
+
+def _on_steps(adapter: DDPAdapter) -> None:
+    """Lets every optimizer tell the adapter, which this must not keep, of its steps."""
+    reference = weakref.ref(adapter)
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and (found := reference()) is not None:
+            found.check_step(optimizer)
+
+    weakref.finalize(adapter, register_optimizer_step_post_hook(note).remove)
+
+
+def _is_called_by_scaler() -> bool:
+    """Returns whether an enabled GradScaler, which divides `.grad` by its scale, is calling."""
+    # It tells an optimizer nothing, and clipping changes `.grad` as it does.
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
 
 
 def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
