@@ -12,6 +12,9 @@ CASES = [  # codec and strategy
     "onebit ps", "onebit ring", "onebit hierarchical", "topk(ratio=0.05) ps",
 ]  # fmt: skip
 
+LOADS = [[0], [2], [0, 1]]
+"""Ranks that load the optimizer's state, of three."""
+
 
 @pytest.fixture(scope="module")
 def told(request, tmp_path_factory):
@@ -23,6 +26,8 @@ def told(request, tmp_path_factory):
             {"id": "first", "do": "first_half", "ranks": 3, "folder": folder},
             {"id": "detached", "do": "detached", "ranks": 2},
             {"id": "other state", "do": "other_state", "ranks": 2},
+            *({"id": f"loads {loads}", "do": "one_loads", "ranks": 3, "loads": loads}
+              for loads in LOADS),
         ],
         [
             {"id": f"second {shards}", "do": "second_half", "ranks": 2, "folder": folder,
@@ -77,3 +82,13 @@ def test_ranks_that_loaded_different_state_say_so(told):
         assert kind == "AgreementError"
         assert "the optimizer's state ('4 steps, 3 refreshes, the last in step 3 (3 like" in text
         assert "'3 steps, 3 refreshes" in text and "on rank 1" in text
+
+
+@pytest.mark.parametrize("loads", LOADS, ids=str)
+def test_ranks_that_alone_load_state_are_told_so(told, loads):
+    """Catches: a rank that waits until the timeout for ranks that compare nothing."""
+    found = told.results(f"loads {loads}", range(3))
+    text = "without comparing the optimizer's state: call its load_state_dict on all ranks"
+    assert all(text in said for _, said in found), found
+    assert {kind for rank, (kind, _) in enumerate(found) if rank not in loads} == {"PeerError"}
+    assert "AgreementError" in [found[rank][0] for rank in loads]

@@ -60,7 +60,12 @@ class Momentum:
                 told.setdefault(text, []).append(name)
             texts = [f"{text} ({len(names)} like {names[0]})" for text, names in told.items()]
             facts = {"step": step, "the optimizer's state": "; ".join(texts)}
-            engine.agree("the optimizer's state", facts)
+            engine.agree(
+                "the optimizer's state",
+                facts,
+                skipped="without comparing the optimizer's state: call its load_state_dict on all "
+                "ranks.",
+            )
 
     def _check_new_parameters(self) -> None:
         layout = self._layout

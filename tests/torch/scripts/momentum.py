@@ -123,6 +123,19 @@ def other_state(rank, num_ranks):
     return None
 
 
+def one_loads(rank, num_ranks, loads):
+    """What ranks say after some of them alone have loaded the state of the optimizer."""
+    _, ddp, optimizer, _ = setup("onebit")
+    train(ddp, optimizer, rank, range(4))
+    if rank in loads:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    try:
+        train(ddp, optimizer, rank, [4])
+    except HipressError as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
 def second_half(rank, num_ranks, folder, shards):
     """Goes on with another number of ranks: what is unsent then, and what each step loses."""
     module, ddp, optimizer, sync = setup("onebit")

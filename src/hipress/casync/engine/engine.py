@@ -33,7 +33,7 @@ from hipress.casync.ranks.lost_store import in_the_store
 from hipress.codecs import frame, tensors
 from hipress.codecs.base import Codec
 from hipress.codecs.table import codec as named_codec
-from hipress.errors import PeerError, UsageError
+from hipress.errors import AgreementError, PeerError, UsageError
 from hipress.timeline import Event
 from hipress.version import __version__
 
@@ -147,6 +147,10 @@ class Engine:
         self._lock = threading.Lock()
         self._agreeing = threading.Lock()
         """Held while ranks agree: callbacks of futures may start exchanges on other threads."""
+        self._if_skipped = ""
+        """What to say of a rank that goes on without the comparison that this rank waits in."""
+        self._ahead: list[int] = []
+        """Ranks that had gone on when this rank looked last."""
         self._process = os.getpid()
         self._agreement = Agreement(
             store, transport.rank, transport.num_ranks, timeout_s, self._check_alive
@@ -243,12 +247,26 @@ class Engine:
         )
         return self._start(prepared, exchange, values, flats)
 
-    def agree(self, what: str, facts: dict[str, Any], share: Any = None) -> list[Any]:
-        """Compares facts among all ranks; returns what each rank shares (see `Agreement.agree`)."""
+    def agree(
+        self, what: str, facts: dict[str, Any], share: Any = None, *, skipped: str = ""
+    ) -> list[Any]:
+        """Compares facts among all ranks; returns what each rank shares (see `Agreement.agree`).
+
+        Args:
+            what: Names the call in errors.
+            facts: Values that must be equal, by name.
+            share: A value that need not be equal.
+            skipped: Ends the error that names ranks which start the next exchange and do not come.
+                Only where all ranks have started the same exchanges before.
+        """
         self._check_process()
         self.executor.check()
         with self._agreeing:
-            return self._agreement.agree(what, facts, share=share)
+            self._if_skipped, self._ahead = skipped, []
+            try:
+                return self._agreement.agree(what, facts, share=share)
+            finally:
+                self._if_skipped = ""
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Returns the payload of each rank, in rank order, on rank 0; nothing on the others."""
@@ -406,10 +424,24 @@ class Engine:
         return handle
 
     def _check_alive(self) -> None:
-        """Raises if a rank is known to be gone."""
+        """Raises if a rank is known to be gone, or not to come."""
         if (executor := getattr(self, "executor", None)) is not None:
             executor.check()
             self._heartbeats.check()
+            if self._if_skipped:
+                self._check_ahead()
+
+    def _check_ahead(self) -> None:
+        """Raises if ranks have gone on without the comparison that this rank waits in."""
+        # Those of the last look: had they compared, the verdict would have come here since.
+        ahead, self._ahead = self._ahead, self._heartbeats.ahead()
+        if ahead:
+            who = f"{'rank' if len(ahead) == 1 else 'ranks'} {', '.join(map(str, ahead[:8]))}"
+            error = AgreementError(
+                f"{who} began the next exchange {self._if_skipped}", ranks=tuple(ahead)
+            )
+            self.give_up(error)
+            raise error
 
     def _fail(self, error: BaseException) -> None:
         if (executor := getattr(self, "executor", None)) is not None:

@@ -292,14 +292,23 @@ class Heartbeats:
             [],
         )
 
+    def ahead(self) -> list[int]:
+        """Returns the ranks that have started more exchanges than this one."""
+        return [rank for rank, count in self._started().items() if count > self._progress()]
+
     def _late(self) -> list[int]:
         """Returns the ranks that have started fewer exchanges than others."""
+        started = self._started()
+        return sorted(rank for rank, count in started.items() if count < max(started.values()))
+
+    def _started(self) -> dict[int, int]:
+        """Returns how many exchanges each rank has started, as far as it is known."""
         started = {self._rank: self._progress()}
         for rank, beat in self._read(self._others()).items():
             _, _, count = beat.partition("/")
             if count.isdigit():
                 started[rank] = int(count)
-        return sorted(rank for rank, count in started.items() if count < max(started.values()))
+        return started
 
     @contextmanager
     def _connection(self) -> Iterator[None]:
