@@ -169,6 +169,14 @@ def test_lightning_saves_after_fit_and_fits_again(tmp_path: Path) -> None:
     assert output.count("done") == 2  # ranks
 
 
+def test_lightning_searches_for_a_learning_rate(tmp_path: Path) -> None:
+    """Catches: residuals of a search, or of another model, in the gradients of this training."""
+    _needs("lightning")
+    output = _output([str(SCRIPTS / "lightning_search.py"), str(tmp_path)])
+    found = re.findall(r"right: (\w+)", output)
+    assert found == ["none", "start", "epoch", "other"], output
+
+
 def _needs(package: str) -> None:
     # Not importorskip: that takes seconds, and their warnings are not ours.
     for name in (package, "sklearn"):
