@@ -13,6 +13,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -339,7 +340,9 @@ def job_address(*, one_host: bool, environ: Mapping[str, str] | None = None) -> 
     """Return the IPv4 address of this host on the network card that its ranks use.
 
     The card that a launcher or user has named comes first; without one it is loopback if all ranks
-    are on one host, and otherwise the card of the host's name, as for gloo.
+    are on one host, and otherwise the card of the host's name, as for gloo. NCCL_SOCKET_IFNAME is
+    read as NCCL does: `eth` is the beginning of names, `=eth0` a whole name, and `^docker,lo`
+    excludes cards.
 
     Args:
         one_host: Whether all ranks are on this host.
@@ -350,9 +353,28 @@ def job_address(*, one_host: bool, environ: Mapping[str, str] | None = None) -> 
     """
     environ = os.environ if environ is None else environ
     for name in INTERFACE_VARIABLES:
-        if card := environ.get(name, "").split(",")[0].strip():
+        text = environ.get(name, "").strip()
+        if name == "NCCL_SOCKET_IFNAME" and text:
+            return _first_address(text, one_host)
+        if card := text.split(",")[0].strip():
             return _address_of(card)
     return LOOPBACK if one_host else socket.gethostbyname(socket.gethostname())
+
+
+def _first_address(text: str, one_host: bool) -> str:
+    """Returns the address of the first card that a value of NCCL_SOCKET_IFNAME allows."""
+    excludes, words = text.startswith("^"), text.removeprefix("^")
+    exact = words.startswith("=")
+    names = tuple(word.strip() for word in words.removeprefix("=").split(",") if word.strip())
+    for _, card in socket.if_nameindex():
+        if (card in names if exact else card.startswith(names)) == excludes:
+            continue
+        with suppress(OSError):  # it has no IPv4 address
+            address = _address_of(card)
+            # An exclusion leaves loopback in, which other hosts do not reach.
+            if one_host or not excludes or not address.startswith("127."):
+                return address
+    raise OSError(f"no network card with an IPv4 address fits NCCL_SOCKET_IFNAME={text}")
 
 
 def _address_of(card: str) -> str:

@@ -26,9 +26,10 @@ class Compress(Callback):
     """Compresses the gradients that Lightning's DDP strategies exchange.
 
     It attaches when training starts, with the Trainer's optimizer and gradient scaler. The state of
-    the codec is in Lightning's checkpoints, which may be resumed on another number of devices. The
-    Trainer's loggers get the scalars `hipress/ratio` and `hipress/sent_mb_per_step`. On a single
-    device it does nothing and logs that.
+    the codec is in Lightning's checkpoints, which may be resumed on another number of devices; a
+    search for a learning rate leaves it as it was. Each call of `fit` without a checkpoint starts
+    without residuals. The Trainer's loggers get the scalars `hipress/ratio` and
+    `hipress/sent_mb_per_step`. On a single device it does nothing and logs that.
 
     Args:
         codec: As for `hipress.attach`.
@@ -46,17 +47,34 @@ class Compress(Callback):
         self._figures = Figures()
         self._model: nn.Module | None = None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets the last call of `fit`, whose state a search would save and load as that of this.
+
+        Also forgets what `test(ckpt_path=...)` has loaded since.
+        """
+        if stage == "fit":
+            self.sync = self._model = self._loaded = None
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attaches, and continues from the checkpoint that the Trainer has loaded."""
+        """Attaches to the model that Lightning has wrapped."""
         model = trainer.strategy.model
         assert model is not None
-        if model is not self._model:  # the same one after Lightning's search for a learning rate
+        if model is not self._model:
             self.sync = attach_wrapped(
                 model, "use Trainer(strategy='ddp')", **self._found(trainer), **self.options
             )
             self._figures = Figures()
             # Lightning drops it after fit, and the exchange ends with it: save_checkpoint needs it.
             self._model = model
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Continues from the checkpoint that the Trainer has loaded.
+
+        Not once when training starts: a search for a learning rate that a callback begins later,
+        such as in each epoch, loads the checkpoint from before it, and its steps must not count.
+        """
         if self._loaded is not None and self.sync is not None:
             self.sync.load_state_dict(self._loaded)
             self._loaded = None
@@ -84,10 +102,10 @@ class Compress(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the codec; Lightning calls it on all ranks."""
-        if self.sync is None:
+        if self._loaded is not None or self.sync is None:
             return self._loaded or {}
         return self.sync.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the state until training starts: Lightning has not wrapped the model yet."""
+        """Keeps the state until the next batch: Lightning may not have wrapped the model yet."""
         self._loaded = state_dict

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import logging
 import weakref
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hipress.codecs.base import Codec
 from hipress.errors import MissingDependencyError
 from hipress.torch import Sync
-from hipress.torch.frameworks import Figures, attach_wrapped
+from hipress.torch.frameworks import Figures, attach_wrapped, blank
 
 try:
     from transformers import TrainerCallback
@@ -33,6 +35,8 @@ __all__ = ["CompressCallback"]
 
 FOLDER = "hipress"
 """Where the state of the codec is, in a checkpoint of the Trainer."""
+MARK = "hipress.json"
+"""The file beside it that says which step of which run it belongs to."""
 
 
 class CompressCallback(TrainerCallback):
@@ -40,7 +44,8 @@ class CompressCallback(TrainerCallback):
 
     It attaches when training begins, with the Trainer's optimizer and gradient scaler. The state of
     the codec is written into the Trainer's checkpoints, in a folder that all hosts must see, and
-    read when training is resumed, with any number of processes. `hipress/ratio` and
+    read when training is resumed, with any number of processes; that of another run is not read.
+    Each call of `train` that resumes nothing starts without residuals. `hipress/ratio` and
     `hipress/sent_mb_per_step` are in `trainer.state.log_history` and in what the Trainer prints. In
     one process it does nothing.
 
@@ -78,7 +83,9 @@ class CompressCallback(TrainerCallback):
         """Attaches, and continues from the checkpoint that the Trainer has loaded."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         model = _wrappers.get(id(model), model)
-        if model is not self._model:  # train() called again uses the same one
+        if model is self._model and self.sync is not None:  # train() was called again
+            self.sync.load_state_dict(blank())
+        else:
             found = {"optimizer": optimizer, "scaler": getattr(optimizer, "scaler", None)}
             self.sync = attach_wrapped(
                 model,
@@ -88,22 +95,28 @@ class CompressCallback(TrainerCallback):
             )
             self._model, self._figures = model, Figures()
         if state.global_step and self.sync is not None:
-            self._resume(self.sync, args, state.global_step)
+            self._resume(self.sync, args, state)
 
-    def _resume(self, sync: Sync, args: TrainingArguments, step: int) -> None:
-        # The Trainer tells callbacks the step, and not the folder that it has resumed from.
-        given = (self.resume_from_checkpoint, args.resume_from_checkpoint, _checkpoint(args, step))
-        folders = [Path(folder) / FOLDER for folder in given if folder]
-        found = next((str(folder) for folder in folders if folder.exists()), None)
+    def _resume(self, sync: Sync, args: TrainingArguments, state: TrainerState) -> None:
+        # The Trainer tells callbacks its state, and not the folder that it has resumed from.
+        inside = _checkpoint(args, state.global_step)
+        given = (self.resume_from_checkpoint, args.resume_from_checkpoint, inside)
+        folders = [Path(folder) for folder in given if folder]
+        held = [one for one in folders if (one / FOLDER).exists()]
+        found = next((one for one in held if _mark_in(one) == _mark(state)), None)
         if sync.is_open:
-            sync.engine.agree("resuming", {"folder with codec state": found})
+            sync.engine.agree("resuming", {"folder with codec state": found and str(found)})
         if found is not None:
-            sync.load(found)
+            sync.load(found / FOLDER)
+            if args.process_index == 0:
+                _log.info("the state of the codec was loaded from %r.", str(found / FOLDER))
         elif sync.is_open and args.process_index == 0:
+            # Not an error: zero residuals lose less than a gradient, and the model is loaded.
+            what = "the codec state of another run or step" if held else "no codec state"
             _log.warning(
-                "there is no codec state in %r, so residuals start at zero: if training was "
-                "resumed from another folder, give CompressCallback(resume_from_checkpoint=...).",
-                str(folders[0]),
+                "there is %s in %r, so residuals start at zero: if training was resumed from "
+                "another folder, give CompressCallback(resume_from_checkpoint=...).",
+                what, str((held or folders)[0] / FOLDER),
             )  # fmt: skip
 
     def on_save(
@@ -113,7 +126,10 @@ class CompressCallback(TrainerCallback):
         if self.sync is None or args.save_only_model:
             return
         if not state.is_hyper_param_search:  # such runs are not resumed
-            self.sync.save(_checkpoint(args, state.global_step) / FOLDER)
+            folder = _checkpoint(args, state.global_step)
+            self.sync.save(folder / FOLDER)
+            if args.process_index == 0:
+                (folder / MARK).write_text(json.dumps(_mark(state)))
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -129,6 +145,22 @@ class CompressCallback(TrainerCallback):
 
 def _checkpoint(args: TrainingArguments, step: int) -> Path:
     return Path(str(args.output_dir)) / f"checkpoint-{step}"
+
+
+def _mark(state: TrainerState) -> dict[str, Any]:
+    """Returns what tells a checkpoint from those of other steps, and of other runs by their losses.
+
+    The step of the session would not do: it is smaller if compression began in a resumed run.
+    """
+    log = json.dumps(state.log_history, sort_keys=True).encode()  # the Trainer sorts keys, too
+    return {"global_step": state.global_step, "log_sha256": hashlib.sha256(log).hexdigest()}
+
+
+def _mark_in(folder: Path) -> Any:
+    try:
+        return json.loads((folder / MARK).read_text())
+    except (OSError, ValueError):  # ValueError: cut off, or no text
+        return None
 
 
 # --- the wrapper ----------------------------------------------------------------------------------

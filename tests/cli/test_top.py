@@ -13,6 +13,7 @@ import termios
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -225,6 +226,39 @@ def test_several_hosts_are_one_job(capsys):
         assert run(first, second, "--json") == 0
     (job,) = json.loads(capsys.readouterr().out)["jobs"]
     assert [(one["rank"], one["step"]) for one in job["ranks"]] == [(0, 4), (1, 40)]
+
+
+@pytest.mark.parametrize("kind", ["slow", "unreachable", "cut off"])
+def test_a_job_that_does_not_answer_once_has_not_ended(kind, capsys, monkeypatch):
+    """Catches: the end of a job that is only busy, or a view that stays although it has ended."""
+    answers = [served(snapshot(step=40)), kind, kind, served(snapshot(step=41)), "refused"]
+    given, clock = [], iter(range(0, 700, 7))
+
+    def answer(host, port):
+        given.append(answers[len(given)])
+        if given[-1] == "slow":
+            raise TimeoutError("timed out")
+        if given[-1] == "unreachable":
+            raise OSError(113, "No route to host")
+        if given[-1] == "refused":
+            raise ConnectionRefusedError(111, "Connection refused")
+        return b"" if given[-1] == "cut off" else given[-1]
+
+    shown = []
+    monkeypatch.setattr(top, "_answer", answer)
+    watch = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
+    monkeypatch.setattr(top, "time", watch)
+    monkeypatch.setattr("rich.live.Live.update", lambda self, one, refresh: shown.append(one))
+    read = top._reader(["node1:9400"])
+    top._show(read(), read)
+    assert len(given) == 5
+    from rich.console import Console
+
+    for one in shown:
+        Console(width=150).print(one)
+    out = capsys.readouterr().out
+    assert out.count("no answer since 7 s") == 1 and out.count("no answer since 14 s") == 1
+    assert out.count("the job has ended.") == 1
 
 
 @pytest.mark.parametrize("end", ["q", "\x03", "the job ends"])

@@ -402,3 +402,43 @@ def test_the_address_is_that_of_the_jobs_card():
     except OSError:
         pytest.skip("the name of this host has no address")
     assert environment.job_address(one_host=False, environ={}) == named
+
+
+CARDS = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "wlan0": None, "eth10": "10.0.0.10",
+         "eth1": "10.0.0.1"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "one_host", "wanted"),
+    [
+        ("eth", False, "10.0.0.10"),
+        ("eth1", False, "10.0.0.10"),
+        ("=eth1", False, "10.0.0.1"),
+        ("wlan,eth", False, "10.0.0.10"),
+        ("^docker,lo", True, "10.0.0.10"),
+        ("^docker", False, "10.0.0.10"),
+        ("^docker", True, "127.0.0.1"),
+        ("^=eth10,docker0", False, "10.0.0.1"),
+        ("lo", False, "127.0.0.1"),
+        ("wlan0", False, None),
+        ("=eth", False, None),
+    ],
+)
+def test_cards_are_named_as_for_nccl(monkeypatch, text, one_host, wanted):
+    """Catches: a value of NCCL_SOCKET_IFNAME that is taken for the name of one card."""
+
+    def address_of(card):
+        if CARDS.get(card) is None:
+            raise OSError(99, "Cannot assign requested address")
+        return CARDS[card]
+
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(CARDS, 1)))
+    monkeypatch.setattr(environment, "_address_of", address_of)
+    environ = {"NCCL_SOCKET_IFNAME": text}
+    if wanted is None:
+        with pytest.raises(OSError, match=f"fits NCCL_SOCKET_IFNAME={text}"):
+            environment.job_address(one_host=one_host, environ=environ)
+    else:
+        assert environment.job_address(one_host=one_host, environ=environ) == wanted
+        with pytest.raises(OSError):  # gloo knows names only
+            environment.job_address(one_host=True, environ={"GLOO_SOCKET_IFNAME": "^docker0"})

@@ -5,9 +5,11 @@ replicas differ; `make test-all` resumes them on three ranks.
 """
 
 import importlib.util
+import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -169,6 +171,14 @@ def test_lightning_saves_after_fit_and_fits_again(tmp_path: Path) -> None:
     assert output.count("done") == 2  # ranks
 
 
+def test_lightning_searches_for_a_learning_rate(tmp_path: Path) -> None:
+    """Catches: residuals of a search, or of another model, in the gradients of this training."""
+    _needs("lightning")
+    output = _output([str(SCRIPTS / "lightning_search.py"), str(tmp_path)])
+    found = re.findall(r"right: (\w+)", output)
+    assert found == ["none", "start", "epoch", "other"], output
+
+
 def _needs(package: str) -> None:
     # Not importorskip: that takes seconds, and their warnings are not ours.
     for name in (package, "sklearn"):
@@ -303,6 +313,19 @@ def test_one_process_goes_on_with_the_state_of_several(saved: tuple[Path, dict[s
     assert sync.step == 1 and list(sync.owed) == ["weight"]
 
 
+def _arguments(folder: Path) -> Any:
+    """What the callback uses of TrainingArguments."""
+    return SimpleNamespace(
+        output_dir=folder, resume_from_checkpoint=None, process_index=0, save_only_model=False
+    )
+
+
+def _state(step: int, loss: float = 1.0) -> Any:
+    """What it uses of a TrainerState."""
+    log = [{"step": 1, "loss": loss}]
+    return SimpleNamespace(global_step=step, is_hyper_param_search=False, log_history=log)
+
+
 def test_transformers_on_one_process_reads_and_writes_the_state(
     saved: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -310,18 +333,80 @@ def test_transformers_on_one_process_reads_and_writes_the_state(
     _needs("transformers")
     model = nn.Linear(128, 128)
     callback = hipress.transformers.CompressCallback(codec="onebit")
-    arguments: Any = SimpleNamespace(
-        output_dir=saved[0], resume_from_checkpoint=None, process_index=0, save_only_model=False
-    )
-    state: Any = SimpleNamespace(global_step=1, is_hyper_param_search=False)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer, arguments = torch.optim.SGD(model.parameters()), _arguments(saved[0])
+    mark = hipress.transformers._mark(_state(1))
+    (saved[0] / "checkpoint-1" / "hipress.json").write_text(json.dumps(mark))
     for step in (1, 2):  # the second one reads what the first has written
-        state.global_step = step
-        callback.on_train_begin(arguments, state, None, model=model, optimizer=optimizer)
+        callback.on_train_begin(arguments, _state(step), None, model=model, optimizer=optimizer)
         assert callback.sync.step == 1 and list(callback.sync.owed) == ["weight"]
-        state.global_step = 2
-        callback.on_save(arguments, state, None)
+        callback.on_save(arguments, _state(2), None)
         callback._model = None
+
+
+@pytest.fixture
+def trained_once(ddp, tmp_path: Path) -> Any:
+    """The callback after a step whose checkpoint is written; it begins `train` anew."""
+    _needs("transformers")
+    callback = hipress.transformers.CompressCallback(codec="onebit")
+    optimizer, arguments = torch.optim.SGD(ddp.parameters()), _arguments(tmp_path)
+
+    def begin(state: Any) -> Any:
+        callback.on_train_begin(arguments, state, None, model=ddp, optimizer=optimizer)
+        return callback.sync
+
+    begin(_state(0))
+    ddp(torch.randn(4, 128)).square().sum().backward()
+    callback.on_save(arguments, _state(1), None)
+    return begin
+
+
+def _holds(sync: Any) -> bool:
+    held = sync.state_dict()["ranks"]["0"]["weight"]
+    return any(bool(values.any()) for values in held.values())
+
+
+def test_transformers_trains_again_without_old_residuals(trained_once) -> None:
+    """Catches: residuals of the last call of `train` beside a model that was loaded since."""
+    sync = trained_once(_state(0))
+    assert sync.step == 0 and not _holds(sync)
+
+
+def test_transformers_loads_the_state_of_its_own_run(
+    trained_once, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches: residuals that the callback drops, or loads without saying from where."""
+    state = _state(1)
+    state.log_history = json.loads(json.dumps(state.log_history, sort_keys=True))  # as it is read
+    with caplog.at_level(logging.INFO, "hipress"):
+        sync = trained_once(state)
+    assert sync.step == 1 and _holds(sync)
+    folder = str(tmp_path / "checkpoint-1" / "hipress")
+    assert f"the state of the codec was loaded from {folder!r}." in caplog.messages
+
+
+@pytest.mark.parametrize("change", ["loss", "step", "damaged", "no mark", "no state"])
+def test_transformers_ignores_the_state_of_another_run(
+    trained_once, change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches: a folder of an earlier run in `output_dir` that is taken for that of this one."""
+    folder = tmp_path / "checkpoint-1"
+    state = _state(1, loss=2.0 if change == "loss" else 1.0)
+    if change == "step":
+        shutil.move(folder, tmp_path / "checkpoint-7")
+        folder, state = tmp_path / "checkpoint-7", _state(7)
+    elif change == "damaged":
+        (folder / "hipress.json").write_text("{")
+    elif change == "no mark":
+        (folder / "hipress.json").unlink()
+    elif change == "no state":
+        shutil.rmtree(folder / "hipress")
+    sync = trained_once(state)
+    assert sync.step == 0 and not _holds(sync)
+    what = "no codec state" if change == "no state" else "the codec state of another run or step"
+    assert (
+        f"there is {what} in {str(folder / 'hipress')!r}, so residuals start at zero: if training "
+        "was resumed from another folder, give CompressCallback(resume_from_checkpoint=...)."
+    ) in caplog.messages
 
 
 def test_a_model_that_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

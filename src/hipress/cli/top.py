@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import select
 import socket
@@ -64,6 +63,13 @@ def top(
     """
     read = _reader(addresses or [])
     jobs = read()
+    if not jobs:
+        where = " and ".join(addresses or []) or f"this machine (it looks in {snapshots.folder()})"
+        raise UsageError(
+            f"no job of this user has finished a step on {where}; start one with hipress run or "
+            "torchrun, or name the host and port of one that was started with "
+            "HIPRESS_MONITOR=9400: hipress top HOST:9400."
+        )
     if as_json:
         print(json.dumps({"jobs": [job.as_dict() for job in jobs]}, indent=2))
     elif once or not sys.stdout.isatty():
@@ -113,7 +119,7 @@ class Job:
 
 
 def _reader(addresses: Sequence[str]) -> Callable[[], list[Job]]:
-    """Returns a function that reads the jobs anew; it raises UsageError if there are none."""
+    """Returns a function that reads the jobs anew; it raises UsageError if nobody answers."""
     pairs = [_parsed(text) for text in addresses]
 
     def read() -> list[Job]:
@@ -121,13 +127,6 @@ def _reader(addresses: Sequence[str]) -> Callable[[], list[Job]]:
             found = [one for host, port in pairs for one in fetch(host, port)]
         else:
             found = snapshots.read(snapshots.folder())
-        if not found:
-            where = " and ".join(addresses) or f"this machine (it looks in {snapshots.folder()})"
-            raise UsageError(
-                f"no job of this user has finished a step on {where}; start one with hipress run "
-                "or torchrun, or name the host and port of one that was started with "
-                "HIPRESS_MONITOR=9400: hipress top HOST:9400."
-            )
         return grouped(found)
 
     return read
@@ -293,25 +292,35 @@ def printable(text: str) -> str:
 
 def _show(jobs: list[Job], read: Callable[[], list[Job]]) -> None:
     """Shows jobs until a key is pressed or they have ended."""
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.live import Live
+    from rich.text import Text
 
-    ended = ""
+    ended, seen_s = "", time.monotonic()
+    shown = view(jobs)
     try:
-        with Live(view(jobs), screen=True, auto_refresh=False) as live, _keys() as pressed:
-            for _ in itertools.count():
-                if pressed(REFRESH_S):
-                    break
+        with Live(shown, screen=True, auto_refresh=False) as live, _keys() as pressed:
+            while not pressed(REFRESH_S):
                 try:
                     jobs = read()
-                except UsageError:
+                except UsageError as error:
+                    if isinstance(error.__cause__, ConnectionRefusedError):
+                        ended = "the job has ended."
+                        break
+                    # A busy host or network answers too late, or in part; the job may go on.
+                    since_s = time.monotonic() - seen_s
+                    note = Text(f"no answer since {since_s:.0f} s", style="red")
+                    live.update(Group(shown, note), refresh=True)
+                    continue
+                if not jobs:
                     ended = "the job has ended."
                     break
-                live.update(view(jobs), refresh=True)
+                shown, seen_s = view(jobs), time.monotonic()
+                live.update(shown, refresh=True)
     except KeyboardInterrupt:
         pass
     console = Console()
-    console.print(view(jobs))  # the last state stays when the screen is given back
+    console.print(shown)  # the last state stays when the screen is given back
     if ended:
         console.print(ended)
 

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hipress.environment import read_environment
 from hipress.errors import UsageError
+from hipress.session.checkpoint import VERSION
 from hipress.torch import Sync, attach
 
 
@@ -32,6 +33,13 @@ def attach_wrapped(model: nn.Module, remedy: str, **options: Any) -> Sync:
             f"DistributedDataParallel exchanges: {remedy}."
         )
     return attach(model, **options)
+
+
+def blank() -> dict[str, Any]:
+    """Returns a checkpoint without steps and residuals, which fits every session."""
+    tables = ("rates", "gradients", "ranks", "shared", "mean", "owed")
+    facts = {"version": VERSION, "world_size": 1, "hosts": "0", "step": 0, "scale": 1.0}
+    return facts | {name: {} for name in tables}
 
 
 class Figures:
