@@ -3,6 +3,7 @@
 Gradients of fewer than 2**17 elements are one chunk; larger ones are cut.
 """
 
+import dataclasses
 import itertools
 import sys
 import threading
@@ -968,3 +969,25 @@ def test_norms_are_clipped_in_every_dtype(dtype, size):
     clip_norm(value, 0.5)
     assert abs(float(value.double().norm() / wanted.norm()) - 1) < 1e-3
     torch.testing.assert_close(value.double(), wanted, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_busy_times_end_with_a_failure(ordered, monkeypatch):
+    """Catches: time that goes on being counted after a task and its exchange have failed."""
+    end_quickly(monkeypatch)
+
+    def work(engine, rank):
+        engine.allreduce([torch.ones(64)], codec="int8", name="x").wait()
+        (prepared,) = engine._recipes.values()
+        exchange = prepared.exchange
+        for codec, bound in exchange._bounds.items():
+            broken = tuple(one and (lambda: 1 / 0) for one in bound.work)
+            exchange._bounds[codec] = dataclasses.replace(bound, work=broken)
+        with pytest.raises(ZeroDivisionError):
+            engine.allreduce([torch.ones(64)], codec="int8", name="x").wait()
+        times = engine.executor.coding, engine.executor.exchanging
+        time.sleep(0.1)  # the thread that failed leaves its task
+        return [[busy.read_ns() for busy in times] for _ in range(2)]
+
+    ((before, after),) = run(1, work, ordered=ordered)
+    assert before == after

@@ -81,6 +81,12 @@ class BusyTime:
             if self._num_running == 0:
                 self._total_ns += time.perf_counter_ns() - self._since_ns
 
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def read_ns(self) -> int:
         """Returns the time so far."""
         with self._lock:
@@ -142,6 +148,7 @@ class BaseExecutor:
             running, self._running = self._running, {}
             self._fewer_running.notify_all()
         for exchange in running.values():
+            self.exchanging.end()
             exchange.on_done(error)
         # Threads that wait for the network come back, so that the process can end.
         with suppress(RuntimeError):  # it may be gone already
@@ -163,8 +170,8 @@ class BaseExecutor:
                 self._fewer_running.wait()
             self.check()
             self._running[key] = exchange
-        exchange.started_ns = time.perf_counter_ns()
-        self.exchanging.begin()
+            exchange.started_ns = time.perf_counter_ns()
+            self.exchanging.begin()  # under the lock: `fail` ends what it finds running
 
     def _end(self, exchange: Exchange) -> None:
         """Hands an exchange back, unless it has failed meanwhile."""
@@ -333,9 +340,8 @@ class Executor(BaseExecutor):
             work = exchange.bound.work[index]
             assert work is not None
             start_ns = time.perf_counter_ns()
-            self.coding.begin()
-            work()
-            self.coding.end()
+            with self.coding:
+                work()
             self._record(exchange, index, "compute", start_ns)
             self._release(exchange, index)
 
@@ -495,9 +501,8 @@ class OrderedExecutor(BaseExecutor):
         work, message = exchange.bound.work[index], exchange.bound.messages[index]
         if computes:
             assert work is not None
-            self.coding.begin()
-            work()
-            self.coding.end()
+            with self.coding:
+                work()
             return
         assert message is not None
         task = exchange.recipe.graph.tasks[index]
