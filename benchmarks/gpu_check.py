@@ -53,7 +53,11 @@ SWEEPS = {
 }
 """Elements of a tile and of a thread that are tried: in passes that draw random numbers, and in
 those before them, which find a scale."""
-TESTS = ["tests/gpu", "--ignore=tests/gpu/test_interpreted.py"]
+TESTS = [
+    "tests/gpu",
+    "tests/torch/test_optim.py::test_own_steps_do_what_is_meant",
+    "--ignore=tests/gpu/test_interpreted.py",
+]
 
 
 class Report:

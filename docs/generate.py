@@ -173,7 +173,7 @@ EVIDENCE = {
         )
     ],
     SGD_MOMENTUM: [
-        Evidence(files=_RUNS, **_RESNET, optimizer="sgd", sent=_IN_CODEC),
+        Evidence(files="convergence-resnet-*.json", **_RESNET, optimizer="sgd", sent=_IN_CODEC),
         Evidence(files="convergence-cnn-digits-*.json", **_CNN, sent=_IN_CODEC),
     ],
     ADAM: [

@@ -199,7 +199,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=no_gpu)]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("name", "maximize"), [("AdamW", False), ("AdamW", True), ("Adam", True)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_torchs_kernels_do_what_is_meant(name, maximize, layout, device):
+def test_own_steps_do_what_is_meant(name, maximize, layout, device):
     """Catches: a kernel that reads other elements, moves what has no second moment, or drifts."""
     torch.manual_seed(0)
     weight = nn.Parameter(LAYOUTS[layout]().to(device))

@@ -42,11 +42,6 @@ DECAY_POWER = 0.5
 
 An exponent of 1 would forget as fast as torch but average few gradients; 0 would react too slowly.
 A GPT ended 0.67 % above the loss of uncompressed training with 0, and 0.48 % with 0.5."""
-MANY_STEPS = 2.0**80
-"""A step count at which torch's kernels correct no bias; the rates below contain that."""
-FROZEN = 1 - 2.0**-53
-"""A beta2 that leaves the second moment as it is, to 1e-16 of the squared momentum."""
-
 _torch_step: Any = inspect.unwrap(torch.optim.Adam.step)
 """Torch's step without its hooks, which the step of the subclass has run already."""
 
@@ -100,23 +95,46 @@ class MomentumExchange(Protocol):
         """Takes note of what `.grad` of these parameters holds when `step` is called next."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Counts:
     """How often the two moments of a parameter were updated; on the host, unlike torch's."""
 
-    step: int
+    step: int = 0
     """Number of steps."""
-    sq_updates: int
+    sq_updates: int = 0
     """Number of updates of the second moment."""
-    sq_step: int
+    sq_step: int = 0
     """The step of the last of them."""
-    sq_weight: float
+    sq_weight: float = 0.0
     """The sum of the weights of all gradients in the second moment, 1 in the end."""
 
     @property
     def is_behind(self) -> bool:
         """Whether the second moment has missed a step, so that torch's update would be wrong."""
         return self.sq_updates != self.step
+
+    def after_step(self) -> _Counts:
+        """Returns the counts after a step that leaves the second moment as it is."""
+        return replace(self, step=self.step + 1)
+
+    def after_torch(self, beta2: float) -> _Counts:
+        """Returns the counts after a step of torch."""
+        step = self.step + 1
+        return _Counts(step, self.sq_updates + 1, step, 1 - beta2**step)
+
+    def after_refresh(self, beta2: float) -> tuple[_Counts, float, float]:
+        """Returns the counts after a refresh, which makes the second moment old * v + new * g**2.
+
+        What is stored after step s is then of torch's kind: its weights add up to 1 - b2**s, so
+        that torch's correction of bias applies to it.
+        """
+        step = self.step + 1
+        decay = beta2 ** ((step - self.sq_step) ** DECAY_POWER)
+        weight = decay * self.sq_weight + 1 - decay
+        scale, old = (1 - beta2**step) / weight, 0.0
+        if self.sq_updates:
+            old = decay * self.sq_weight / (1 - beta2**self.sq_step) * scale
+        return _Counts(step, self.sq_updates + 1, step, weight), old, (1 - decay) * scale
 
 
 class _AdamExchange:
@@ -152,7 +170,7 @@ class _AdamExchange:
         """The `.grad` of those two kinds that the last step has used."""
         self._counts: dict[torch.Tensor, _Counts] = {}
         self._group_numbers: dict[torch.Tensor, int] = {}
-        self._divisors: dict[torch.Tensor, _Divisor] = {}
+        self._known_factors: dict[torch.Tensor, _Factors] = {}
 
     # --- what the session asks --------------------------------------------------------------------
 
@@ -290,7 +308,7 @@ class _AdamExchange:
         self._forget_replaced()
         for parameter in [p for p in self._counts if not self.state.get(p)]:
             del self._counts[parameter]  # its state was cleared
-            self._divisors.pop(parameter, None)
+            self._known_factors.pop(parameter, None)
         own = self._own_parameters()
         if not own:
             _torch_step(self)
@@ -310,9 +328,8 @@ class _AdamExchange:
         trained = {p for group in self.param_groups for p in group["params"]}
         for parameter, count in self._counts.items():
             if parameter not in own and parameter.grad is not None and parameter in trained:
-                count.step, count.sq_updates = count.step + 1, count.sq_updates + 1
-                count.sq_step = count.step
-                count.sq_weight = 1 - float(self._group_of(parameter)["betas"][1]) ** count.step
+                beta2 = float(self._group_of(parameter)["betas"][1])
+                self._counts[parameter] = count.after_torch(beta2)
         self._store_counts(own)
         self._note_used()
         return loss
@@ -342,66 +359,86 @@ class _AdamExchange:
             if not self.state[parameter]:
                 lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
                 self._init_group({**group, "params": [parameter]}, *lists)  # type: ignore[attr-defined]
-                self._counts[parameter] = _Counts(0, 0, 0, 0.0)
-        counts = [self._count(parameter) for parameter in parameters]  # from torch's, if not known
-        torch._foreach_add_([self.state[p]["step"] for p in parameters], 1)
-        self._find_divisors(parameters)
+                self._counts[parameter] = _Counts()
         together: dict[Any, list[torch.Tensor]] = {}
-        for parameter, count in zip(parameters, counts, strict=True):
-            count.step += 1
-            given = parameter in self._holds_momentum
-            held = given or parameter in self._holds_noise
-            update = _Update.of(group, count, first_is_given=given, second_is_held=held)
-            key = update, parameter.device, parameter.dtype
-            together.setdefault(key, []).append(parameter)
-        for (update, *_), members in together.items():
-            if not update.second_is_held:  # small ones must be known before anything moves
-                self._run(update.of_moments(), members)
-                self._find_divisors(members)
-                self._run(update.after_moments(), members, from_state=True)
-            else:
-                self._run(update, members)
-
-    def _run(
-        self, update: _Update, parameters: Sequence[torch.Tensor], *, from_state: bool = False
-    ) -> None:
-        """Updates parameters from their gradients, or from the momentum in their state."""
-        states = [self.state[p] for p in parameters]
-        firsts = [state["exp_avg"] for state in states]
-        gradients: list[Any] = firsts if from_state else [p.grad for p in parameters]
-        gradients = [_laid_out_like(m, g) for m, g in zip(firsts, gradients, strict=True)]
-        divisors = [self._divisors[p] for p in parameters]
-        if update.second_is_held:
-            update.run(parameters, gradients, firsts, [divisor.values for divisor in divisors])
-        else:
-            update.run(parameters, gradients, firsts, [state["exp_avg_sq"] for state in states])
-        if update.second_is_held:
-            for divisor in divisors:
-                divisor.note_unchanged()
-
-    def _find_divisors(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Brings up to date what the updates of these parameters divide by."""
-        changed: dict[torch.device, list[torch.Tensor]] = {}
         for parameter in parameters:
-            state, known = self.state[parameter], self._divisors.get(parameter)
-            if known is None or not known.is_current(state["exp_avg_sq"]):
-                state["exp_avg"] = _laid_out_like(parameter, state["exp_avg"])
-                state["exp_avg_sq"] = _laid_out_like(state["exp_avg"], state["exp_avg_sq"])
-                changed.setdefault(parameter.device, []).append(parameter)
-        for members in changed.values():
-            moments = [self.state[p]["exp_avg_sq"] for p in members]
-            # The host waits for a GPU, once after a refresh.
-            found = [torch.stack([moment.min(), moment.mean()]) for moment in moments]
-            for parameter, moment, (low, mean) in zip(
-                members, moments, torch.stack(found).tolist(), strict=True
-            ):
-                values, least = moment, LEAST_SHARE * mean
-                if low < least or low == 0:
-                    last = self._divisors.get(parameter)
-                    reuses = last is not None and last.is_replaced and last.moment is moment
-                    values = last.values if last and reuses else torch.empty_like(moment)
-                    torch.clamp(moment, min=least, out=values).masked_fill_(moment == 0, math.inf)
-                self._divisors[parameter] = _Divisor(moment, moment._version, values)
+            key = (
+                self._count(parameter),  # from torch's, if not known
+                parameter in self._holds_momentum,
+                parameter in self._holds_noise,
+                parameter.device,
+                parameter.dtype,
+            )
+            together.setdefault(key, []).append(parameter)
+        torch._foreach_add_([self.state[p]["step"] for p in parameters], 1)
+        for (count, is_momentum, is_noise, *_), members in together.items():
+            self._update_together(group, count, members, is_momentum=is_momentum, is_noise=is_noise)
+
+    def _update_together(
+        self,
+        group: dict[str, Any],
+        count: _Counts,
+        parameters: list[torch.Tensor],
+        *,
+        is_momentum: bool,
+        is_noise: bool,
+    ) -> None:
+        """Updates parameters with equal counts, on one device.
+
+        With the bias correction c of a moment:
+
+            m = .grad, or b1 * m + (1 - b1) * g
+            v = v, or in a refresh old * v + new * g**2
+            p = (1 - lr * decay) * p - lr * (m / c1) / (sqrt(v / c2) + eps)
+        """
+        beta1, beta2 = map(float, group["betas"])
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        is_decoupled = group["decoupled_weight_decay"]
+        firsts = [self.state[p]["exp_avg"] for p in parameters]
+        gradients: list[Any] = [p.grad for p in parameters]
+        if is_momentum:  # it contains `maximize` and the other kind of weight decay
+            torch._foreach_copy_(firsts, gradients)
+        else:
+            if group["maximize"]:
+                gradients = list(torch._foreach_neg(gradients))
+            if decay and not is_decoupled:
+                gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
+            gradients = [g.to(m.dtype) for g, m in zip(gradients, firsts, strict=True)]
+            torch._foreach_lerp_(firsts, gradients, 1 - beta1)
+        if is_momentum or is_noise:
+            count = count.after_step()
+        else:
+            count, old, new = count.after_refresh(beta2)
+            seconds = [self.state[p]["exp_avg_sq"] for p in parameters]
+            torch._foreach_mul_(seconds, old)
+            torch._foreach_addcmul_(seconds, gradients, gradients, value=new)
+        self._counts.update((p, count) for p in parameters)
+        # A parameter that has only had noise has no second moment, and only decays.
+        root = math.sqrt(1 - beta2 ** max(count.sq_step, 1))
+        factors = [self._factors(p, group["eps"] * root) for p in parameters]
+        if decay and is_decoupled:
+            torch._foreach_mul_(parameters, 1 - lr * decay)
+        rate = lr / (1 - beta1**count.step) * root
+        torch._foreach_addcmul_(parameters, firsts, factors, value=-rate)
+
+    def _factors(self, parameter: torch.Tensor, eps: float) -> torch.Tensor:
+        """Returns 1 / (sqrt(v) + eps), with small v raised, and 0 where v is 0.
+
+        It stays the same from one refresh to the next. An element that has never had a gradient is
+        not moved by the noise of a codec.
+        """
+        moment, known = self.state[parameter]["exp_avg_sq"], self._known_factors.get(parameter)
+        if known is not None and known.is_current(moment, eps):
+            return known.values
+        if known is not None and known.moment is moment:
+            values = known.values
+        else:
+            values = torch.empty_like(moment, dtype=torch.promote_types(moment.dtype, torch.float))
+        least = LEAST_SHARE * moment.mean(dtype=values.dtype)
+        values.copy_(moment).clamp_(min=least).sqrt_().add_(eps).reciprocal_()
+        values.masked_fill_(moment == 0, 0)
+        self._known_factors[parameter] = _Factors(moment, moment._version, eps, values)
+        return values
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what is known of them."""
@@ -414,7 +451,7 @@ class _AdamExchange:
         """Loads a state dictionary of this class or of torch's."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._counts.clear()
-        self._divisors.clear()
+        self._known_factors.clear()
         self._forget_incoming()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -432,11 +469,12 @@ class _AdamExchange:
             state = self.state[parameter]
             step = int(state["step"])  # once: for a fused optimizer the host waits for a GPU
             since = step - int(state.get("sq_at", step))  # steps that torch has made
-            found = _Counts(step, int(state.get("sq_updates", step)) + since, step, 0.0)
+            updates = int(state.get("sq_updates", step)) + since
             if since == 0 and "sq_step" in state:
-                found.sq_step, found.sq_weight = int(state["sq_step"]), float(state["sq_weight"])
+                found = _Counts(step, updates, int(state["sq_step"]), float(state["sq_weight"]))
             else:
-                found.sq_weight = 1 - float(self._group_of(parameter)["betas"][1]) ** step
+                beta2 = float(self._group_of(parameter)["betas"][1])
+                found = _Counts(step, updates, step, 1 - beta2**step)
             self._counts[parameter] = found
         return found
 
@@ -481,142 +519,19 @@ class AdamW(_AdamExchange, torch.optim.AdamW):
     """
 
 
-@dataclass(slots=True)
-class _Divisor:
-    """The second moment of a parameter as updates from momentum use it.
-
-    Small ones are raised to `LEAST_SHARE` of the mean. Infinity stands in place of 0, so that an
-    element that has never had a gradient only decays.
-    """
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """What the momentum of a parameter is multiplied by, besides the learning rate."""
 
     moment: torch.Tensor
-    """What is in the optimizer's state."""
+    """The second moment that they were made from, in the optimizer's state."""
     version: int
-    values: torch.Tensor
-    """The same tensor if nothing had to be replaced."""
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether some are zero or small."""
-        return self.values is not self.moment
-
-    def is_current(self, moment: torch.Tensor) -> bool:
-        """Returns whether nothing unknown has changed the moment since."""
-        return moment is self.moment and moment._version == self.version
-
-    def note_unchanged(self) -> None:
-        """Takes note that a kernel has written what was there before."""
-        self.version = self.moment._version
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Update:
-    """Numbers of an update: p = (1 - rate * decay) * p - rate * m / (sqrt(v) + eps).
-
-    Torch's own fused kernels do it: with `beta1=0` they take the "gradient" for the new first
-    moment. Corrections of bias are in `rate` and `eps`. After an update of the second moment at
-    step s, what is stored is that of torch at step s: its weights add up to 1 - b2**s, so that
-    torch's correction of bias applies to it.
-    """
-
-    first_is_given: bool
-    """Whether the gradient is the new first moment."""
-    second_is_held: bool
-    """Whether the second moment stays as it is."""
-    rate: float
     eps: float
-    decay: float
-    l2: float
-    maximize: bool
-    beta1: float
-    old: float
-    new: float
-    """The second moment of a refresh is old * v + new * g**2."""
+    values: torch.Tensor
 
-    @classmethod
-    def of(
-        cls, group: dict[str, Any], count: _Counts, *, first_is_given: bool, second_is_held: bool
-    ) -> _Update:
-        """Returns the update of a step that is counted already; counts its refresh."""
-        beta1, beta2 = map(float, group["betas"])
-        old = new = 0.0
-        if not second_is_held:
-            decay = beta2 ** ((count.step - count.sq_step) ** DECAY_POWER)
-            weight = decay * count.sq_weight + 1 - decay
-            scale = (1 - beta2**count.step) / weight
-            new = (1 - decay) * scale
-            if count.sq_updates:
-                old = decay * count.sq_weight / (1 - beta2**count.sq_step) * scale
-            count.sq_updates += 1
-            count.sq_step, count.sq_weight = count.step, weight
-        lr, decoupled = float(group["lr"]), group["decoupled_weight_decay"]
-        weight_decay, bias1 = float(group["weight_decay"]), 1 - beta1**count.step
-        root = math.sqrt(1 - beta2 ** max(count.sq_step, 1))
-        return cls(
-            first_is_given=first_is_given,
-            second_is_held=second_is_held,
-            rate=lr / bias1 * root,
-            eps=group["eps"] * root,
-            decay=weight_decay * bias1 / root if decoupled else 0.0,
-            l2=0.0 if decoupled else weight_decay,
-            maximize=group["maximize"],
-            beta1=beta1,
-            old=old,
-            new=new,
-        )
-
-    def of_moments(self) -> _Update:
-        """Returns the part of a refresh that moves no parameter."""
-        return replace(self, rate=0.0, eps=1.0)
-
-    def after_moments(self) -> _Update:
-        """Returns the part of a refresh after that, whose gradient is the first moment."""
-        return replace(self, first_is_given=True, second_is_held=True)
-
-    def run(
-        self,
-        parameters: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        firsts: Sequence[torch.Tensor],
-        seconds: list[torch.Tensor],
-    ) -> None:
-        """Updates parameters and moments in one pass over memory."""
-        beta1, beta2, l2, maximize = 0.0, FROZEN, 0.0, False  # momentum contains the last two
-        if not self.first_is_given:
-            beta1, l2, maximize = self.beta1, self.l2, self.maximize
-        if not self.second_is_held:
-            beta2 = 1 - self.new
-            if self.old != beta2:
-                torch._foreach_mul_(seconds, self.old / beta2)
-        written = [_laid_out_like(m, p) for m, p in zip(firsts, parameters, strict=True)]
-        many = torch.full((), MANY_STEPS, dtype=torch.float32, device=parameters[0].device)
-        kernel: Any = torch._fused_adam_ if l2 else torch._fused_adamw_
-        kernel(
-            written,
-            gradients,
-            firsts,
-            seconds,
-            [],
-            [many] * len(written),
-            lr=self.rate,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=l2 or self.decay,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=maximize,
-        )
-        torch.autograd.graph.increment_version([*written, *firsts, *seconds])  # they do not
-        for parameter, values in zip(parameters, written, strict=True):
-            if values is not parameter:
-                parameter.copy_(values)
-
-
-def _laid_out_like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with its elements in the order of another's memory."""
-    if tensor.stride() == other.stride() and tensor.dtype is other.dtype:
-        return tensor
-    return torch.empty_like(other).copy_(tensor)
+    def is_current(self, moment: torch.Tensor, eps: float) -> bool:
+        """Returns whether nothing has changed since."""
+        return moment is self.moment and moment._version == self.version and eps == self.eps
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
