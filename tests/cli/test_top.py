@@ -257,7 +257,7 @@ def test_a_job_that_does_not_answer_once_has_not_ended(kind, capsys, monkeypatch
     for one in shown:
         Console(width=150).print(one)
     out = capsys.readouterr().out
-    assert out.count("no answer since 7 s") == 1 and out.count("no answer since 14 s") == 1
+    assert out.count("no answer for 7 s") == 1 and out.count("no answer for 14 s") == 1
     assert out.count("the job has ended.") == 1
 
 

@@ -440,12 +440,13 @@ def test_a_second_step_keeps_noise_out_of_the_second_moment(alone):
     assert torch.equal(optimizer.state[ddp.module[0].weight]["exp_avg_sq"], second)
 
 
-def test_a_gradient_that_no_exchange_made_is_a_gradient(alone):
-    """Catches: the momentum of the last step, remembered for a `.grad` that was replaced."""
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_gradient_that_no_exchange_made_is_a_gradient(alone, to_none):
+    """Catches: the momentum of the last step, remembered for a `.grad` that was made anew."""
     ddp, optimizer, _ = attached("onebit")
     train(ddp, optimizer, range(6))
     weight = ddp.module[0].weight
-    ddp.zero_grad()
+    ddp.zero_grad(set_to_none=to_none)
     with ddp.no_sync():
         loss_of(ddp, 6).backward()
     want = optimizer.state[weight]["exp_avg"].lerp(weight.grad, 0.1)
@@ -785,14 +786,18 @@ def test_another_optimizer_does_not_take_momentum_for_gradients(alone, make):
     train(ddp, optimizer, range(6))
     other = make(ddp.parameters(), lr=0.01)
     match = (
-        rf"{make.__name__} made a step with '0\.weight', whose \.grad holds the momentum of the "
-        "AdamW that attach was given: train with that one"
+        rf"{make.__name__} made the last two steps with '0\.weight', whose \.grad holds the "
+        "momentum of the AdamW that attach was given: train with that one"
     )
+    train(ddp, other, [6])
     with pytest.raises(UsageError, match=match):
-        train(ddp, other, [6])
+        train(ddp, other, [7])
     again = DDP(ddp.module)
     hipress.attach(again, "onebit", optimizer=other)
-    train(again, other, range(7, 9))
+    for number in range(8, 12):
+        again.zero_grad(set_to_none=False)
+        loss_of(again, number).backward()
+        other.step()
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -827,10 +832,34 @@ def test_a_scaler_that_attach_does_not_know_is_refused(alone):
     """Catches: momentum that is mixed with scaled gradients, without a word."""
     ddp, optimizer, _ = attached("onebit")
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps its step
+    train(ddp, optimizer, range(SCHEDULE["refresh_warmup"]))
+    optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(loss_of(ddp, 0)).backward()
     with pytest.raises(UsageError, match=r"and attach was given no scaler: .* scaler=scaler"):
         scaler.step(optimizer)
+
+
+def test_a_scaler_is_not_needed_where_no_momentum_is_sent(alone):
+    """Catches: an error for codecs whose gradients follow any scale."""
+    ddp, optimizer, _ = attached("terngrad")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number in range(SCHEDULE["refresh_warmup"] + 3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ddp, number)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_an_optimizer_may_step_first_and_inside(alone):
+    """Catches: an error for one that uses no `.grad`, or that does the work of the attached one."""
+    ddp, optimizer, _ = attached("onebit")
+    shrinks = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    for number in range(10):
+        ddp.zero_grad()
+        loss_of(ddp, number).backward()
+        shrinks.step()
+        optimizer.step()
 
 
 def test_steps_without_a_scale_need_no_scaler(alone):

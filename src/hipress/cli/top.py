@@ -309,7 +309,7 @@ def _show(jobs: list[Job], read: Callable[[], list[Job]]) -> None:
                         break
                     # A busy host or network answers too late, or in part; the job may go on.
                     since_s = time.monotonic() - seen_s
-                    note = Text(f"no answer since {since_s:.0f} s", style="red")
+                    note = Text(f"no answer for {since_s:.0f} s", style="red")
                     live.update(Group(shown, note), refresh=True)
                     continue
                 if not jobs:

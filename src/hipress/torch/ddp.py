@@ -72,12 +72,12 @@ class DDPAdapter(Adapter):
         if self._exchange is not None:
             _on_load(self._exchange, self)
             _on_steps(self)
-        self._is_asked = False
-        """Whether the optimizer was asked in this step what to exchange."""
-        self._holds_momentum: set[torch.Tensor] = set()
+        self._sent_momentum: set[torch.Tensor] = set()
         """Parameters whose momentum was exchanged in this step."""
         self._unused: dict[torch.Tensor, TensorWeakRef] = {}
-        """Their `.grad`, until the optimizer makes a step."""
+        """Their `.grad`, until an optimizer makes a step with it."""
+        self._num_used_by_others = 0
+        """Number of exchanges of momentum, in a row, that other optimizers have used."""
         self._num_optimized = 0
         self._scaler = scaler
         self._parameters: dict[str, torch.Tensor] = {}
@@ -350,7 +350,6 @@ class DDPAdapter(Adapter):
     def wants_gradients(self, names: Sequence[str]) -> bool:
         """Asks the optimizer."""
         assert self._exchange is not None
-        self._is_asked = True
         return self._exchange.wants_gradients([self._parameters[name] for name in names])
 
     def new_momentum_counts(self, names: Sequence[str]) -> dict[str, str] | None:
@@ -400,9 +399,9 @@ class DDPAdapter(Adapter):
         assert self._exchange is not None
         parameters = [self._parameters[name] for name in names]
         if is_momentum:
-            self._holds_momentum.update(parameters)
+            self._sent_momentum.update(parameters)
         else:
-            self._holds_momentum.difference_update(parameters)
+            self._sent_momentum.difference_update(parameters)
             for parameter in parameters:
                 self._unused.pop(parameter, None)
         self._exchange.note_incoming(parameters, is_momentum=is_momentum)
@@ -411,29 +410,38 @@ class DDPAdapter(Adapter):
         """Refuses what would train wrongly without a word, after the step of any optimizer.
 
         Raises:
-            UsageError: Another optimizer than the attached one has used momentum as gradients, or
-                a GradScaler whose scale is not known has made the step of the attached one.
+            UsageError: Another optimizer has used momentum as gradients twice, and the attached one
+                has made no step between; or a GradScaler has made the step of the attached one with
+                momentum, and `attach` was given none.
         """
         own = type(self._optimizer).__name__
         if optimizer is self._optimizer:
-            is_asked, self._is_asked = self._is_asked, False
+            self._num_used_by_others = 0
+            is_used = bool(self._unused)
             self._unused.clear()
-            if is_asked and self._scaler is None and _is_called_by_scaler():
+            if is_used and self._scaler is None and _is_called_by_scaler():
                 raise UsageError(
                     f"a GradScaler made a step of the {own} whose momentum is exchanged, and "
                     "attach was given no scaler: momentum would be mixed with scaled gradients, so "
                     "write hipress.attach(..., scaler=scaler)."
                 )
-        elif self._unused:  # after its step, since a wrapper calls that of the attached one
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                known = self._unused.get(parameter)
-                if known is not None and parameter.grad is not None and known() is parameter.grad:
-                    raise UsageError(
-                        f"{type(optimizer).__name__} made a step with "
-                        f"{self._names[id(parameter)]!r}, whose .grad holds the momentum of the "
-                        f"{own} that attach was given: train with that one, or wrap the module in "
-                        "a new DistributedDataParallel and attach it with the new optimizer."
-                    )
+            return
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            known = self._unused.get(parameter)
+            if known is None or parameter.grad is None or known() is not parameter.grad:
+                continue
+            # Once proves nothing: it may be inside or before a step of the attached one.
+            self._unused.clear()
+            self._num_used_by_others += 1
+            if self._num_used_by_others > 1:
+                raise UsageError(
+                    f"{type(optimizer).__name__} made the last two steps with "
+                    f"{self._names[id(parameter)]!r}, whose .grad holds the momentum of the {own} "
+                    "that attach was given: train with that one, or wrap the module in a new "
+                    "DistributedDataParallel and attach it with the new optimizer; then load the "
+                    "last checkpoint."
+                )
+            return
 
     def loss_scale(self) -> float | None:
         """Returns the scale of the GradScaler."""
@@ -468,9 +476,12 @@ class DDPAdapter(Adapter):
         return all(n is not None and optimizer_checks.has_momentum(groups[n]) for n in numbers)
 
     def note_means(self, names: Sequence[str]) -> None:
-        """Watches the `.grad` of one of these parameters until it is cleared."""
-        held = self._holds_momentum
-        self._unused = {p: TensorWeakRef(p.grad) for p in held if p.grad is not None}
+        """Watches the `.grad` of one of these parameters until it is cleared.
+
+        Of those that hold momentum, every `.grad` is watched until an optimizer uses it.
+        """
+        sent = self._sent_momentum
+        self._unused = {p: TensorWeakRef(p.grad) for p in sent if p.grad is not None}
         if self._watched is None or self._watched.grad is None:
             self._watch(names)
         self._holds_means = self._watched is not None
@@ -574,8 +585,10 @@ def _is_called_by_scaler() -> bool:
     # It tells an optimizer nothing, and clipping changes `.grad` as it does.
     frame: Any = sys._getframe()
     while frame is not None:
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
-            return bool(frame.f_locals["self"].is_enabled())
+        if frame.f_code.co_name == "step":
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.amp.GradScaler):
+                return caller.is_enabled()
         frame = frame.f_back
     return False
 
