@@ -249,7 +249,7 @@ def warned_pairs() -> str:
 
 
 def main_recommendations() -> str:
-    return _recommendations(most=1)
+    return _recommendations(most=2)
 
 
 def _recommendations(most: int | None) -> str:

@@ -314,3 +314,16 @@ def test_a_bare_hook_warns_of_momentum_that_counts_twice(caplog):
         loss_of(ddp, number).backward()
     (text,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "so it counts twice" in text
+
+
+def test_options_that_are_loaded_are_checked(caplog):
+    """Catches: the momentum of a checkpoint of plain DDP, which counts twice from then on."""
+    ddp = DDP(module())
+    plain = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    hipress.attach(ddp, "momentum(onebit)", optimizer=optimizer)
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(ddp, number).backward()
+        assert caplog.text.count("so it counts twice") == (number > 0)
+        optimizer.load_state_dict(plain.state_dict())

@@ -198,6 +198,10 @@ class Adapter:
         """Returns whether the framework threw away the averaged gradient, as for unused layers."""
         return False
 
+    def has_new_options(self) -> bool:
+        """Returns whether the optimizer may have got other options since this was asked."""
+        return False
+
     def warnings(self, compressed: Sequence[tuple[str, Codec]]) -> list[str]:
         """Returns what is wrong with the optimizer beside these codecs, a sentence each."""
         return []

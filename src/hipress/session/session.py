@@ -646,6 +646,8 @@ class Session:
         """Decides the mode of this step, on all ranks alike; before the first `exchange`."""
         if self.mode.current is Mode.DETACHED:
             return
+        if self.adapter.has_new_options():
+            self._warn()
         self._momentum.forget()
         self.owed.forget_sent()
         self._advance_mode()

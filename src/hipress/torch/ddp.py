@@ -69,8 +69,11 @@ class DDPAdapter(Adapter):
         """The optimizer, if it can have momentum exchanged in place of gradients."""
         self._has_new_state = True
         """Whether the optimizer has loaded its state since ranks have compared it."""
+        self._has_new_options = False
+        """Whether it has loaded options, such as its momentum, since they were checked."""
+        if hasattr(optimizer, "register_load_state_dict_post_hook"):
+            _on_load(optimizer, self)
         if self._exchange is not None:
-            _on_load(self._exchange, self)
             _on_steps(self)
         self._sent_momentum: set[torch.Tensor] = set()
         """Parameters whose momentum was exchanged in this step."""
@@ -543,6 +546,11 @@ class DDPAdapter(Adapter):
         # wait for a GPU.
         return given._version == self._versions[name]
 
+    def has_new_options(self) -> bool:
+        """Returns whether `load_state_dict` of the optimizer was called since this was asked."""
+        is_new, self._has_new_options = self._has_new_options, False
+        return is_new
+
     def warnings(self, compressed: Sequence[tuple[str, Codec]]) -> list[str]:
         """Returns what does not suit the optimizer, or that it is not known."""
         pairs = [(self._parameters[name], codec) for name, codec in compressed]
@@ -564,7 +572,7 @@ def _on_load(optimizer: Any, adapter: DDPAdapter) -> None:
 
     def note(*_: Any) -> None:
         if (found := reference()) is not None:
-            found._has_new_state = True
+            found._has_new_state = found._has_new_options = True
 
     optimizer.register_load_state_dict_post_hook(note)
 
