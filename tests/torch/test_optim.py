@@ -800,6 +800,16 @@ def test_another_optimizer_does_not_take_momentum_for_gradients(alone, make):
         other.step()
 
 
+def test_an_optimizer_that_makes_no_steps_is_warned_of(alone, caplog):
+    """Catches: one made anew right after attach, with which int8 would be sent for ever."""
+    ddp, _, _ = attached("onebit")
+    other = hipress.torch.AdamW(ddp.parameters(), lr=0.01)
+    train(ddp, other, range(9))
+    assert "that attach was given none of them" not in caplog.text
+    train(ddp, other, range(9, 15))
+    assert caplog.text.count("that attach was given none of them") == 1
+
+
 class Wrapper(torch.optim.Optimizer):
     """Calls the step of another optimizer inside its own."""
 

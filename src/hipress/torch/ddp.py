@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hipress")
 
+MANY_STEPS_BY_OTHERS = 10
+"""So many steps in a row, without one of the attached optimizer, are no accident."""
+
 Future = torch.futures.Future[torch.Tensor]
 
 BUCKET_NUMEL = 25 * 2**18
@@ -81,6 +84,8 @@ class DDPAdapter(Adapter):
         """Their `.grad`, until an optimizer makes a step with it."""
         self._num_used_by_others = 0
         """Number of exchanges of momentum, in a row, that other optimizers have used."""
+        self._num_steps_by_others = 0
+        """Number of steps of others, in a row, with parameters of the attached optimizer."""
         self._num_optimized = 0
         self._scaler = scaler
         self._parameters: dict[str, torch.Tensor] = {}
@@ -419,7 +424,7 @@ class DDPAdapter(Adapter):
         """
         own = type(self._optimizer).__name__
         if optimizer is self._optimizer:
-            self._num_used_by_others = 0
+            self._num_used_by_others = self._num_steps_by_others = 0
             is_used = bool(self._unused)
             self._unused.clear()
             if is_used and self._scaler is None and _is_called_by_scaler():
@@ -429,7 +434,9 @@ class DDPAdapter(Adapter):
                     "write hipress.attach(..., scaler=scaler)."
                 )
             return
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._note_step_by_other(optimizer, parameters)
+        for parameter in parameters:
             known = self._unused.get(parameter)
             if known is None or parameter.grad is None or known() is not parameter.grad:
                 continue
@@ -445,6 +452,21 @@ class DDPAdapter(Adapter):
                     "last checkpoint."
                 )
             return
+
+    def _note_step_by_other(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
+    ) -> None:
+        own = {id(parameter) for _, parameter in self._optimized()}
+        if own.isdisjoint(map(id, parameters)):
+            return
+        self._num_steps_by_others += 1
+        if self._num_steps_by_others == MANY_STEPS_BY_OTHERS:
+            _log.warning(
+                "%s has made the last %d steps, and the %s that attach was given none of them, so "
+                "gradients are sent with int8 and no momentum is: give attach the optimizer that "
+                "trains.",
+                type(optimizer).__name__, MANY_STEPS_BY_OTHERS, type(self._optimizer).__name__,
+            )  # fmt: skip
 
     def loss_scale(self) -> float | None:
         """Returns the scale of the GradScaler."""
