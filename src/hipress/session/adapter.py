@@ -32,6 +32,8 @@ class GradientSpec:
     """Whether the framework makes it as a sparse tensor, which no codec takes."""
     rate_group: int | None = None
     """Gradients with different numbers may have different learning rates; None: not known."""
+    joins_last: bool = False
+    """Whether it always travels together with the gradient before it, where a schedule decides."""
 
 
 class StepObserver:

@@ -157,12 +157,14 @@ class Layout:
         if made is not None and made.flushes:
             choice, sends_momentum = replace(choice, codec=NONE, reason=made.reason), True
         placements: tuple[Placement, ...] = ()
-        if choice.codec.name != "none":
+        # A schedule sends many small exchanges; those without a codec need all aggregators, too.
+        is_scheduled = self._engine.options.slice_bytes is not None
+        if choice.codec.name != "none" or is_scheduled:
             # A milder codec keeps the place of the one before it, also in a run that is resumed.
             if spec.name not in self._placed:
                 most = chunk_numel(choice.codec, spec.device, self._engine.options)
                 self._placed[spec.name] = self._partitioner.place(
-                    spec.numel, most, choice.partitions
+                    spec.numel, most, choice.partitions, joins_last=spec.joins_last
                 )
             placements = self._placed[spec.name]
         return Gradient(

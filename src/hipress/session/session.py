@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.handle import Handle, joint
+from hipress.casync.graphs.schedules import Order
 from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.recommendations import SAFE
@@ -114,6 +115,7 @@ class Session:
         group: Process group of torch.distributed; all ranks if None.
         enabled: False leaves every gradient to one uncompressed sum.
         alone: Whether this is the only process, which has nobody to exchange gradients with.
+        options: Options of the engine, the same on all ranks.
     """
 
     def __init__(
@@ -125,8 +127,10 @@ class Session:
         *,
         enabled: bool = True,
         alone: bool = False,
+        options: Options | None = None,
     ) -> None:
         self.settings = settings
+        self._options = options or Options()
         self.adapter = adapter or Adapter()
         self.layout = Layout(rules, self.adapter.offers_momentum)
         self.process_group = group
@@ -509,7 +513,7 @@ class Session:
 
     def open(self, device: torch.device) -> Engine:
         """Makes the engine, which ends with this session; collective."""
-        self._engine = engine_of(self.process_group, device, Options(), self.settings.seed)
+        self._engine = engine_of(self.process_group, device, self._options, self.settings.seed)
         weakref.finalize(self, self._engine.close)
         self.plain.exchanging = self._engine.executor.exchanging
         self.monitor.open(self._engine)
@@ -662,13 +666,21 @@ class Session:
         self._follow_scale()
         self._follow_rates()
 
-    def exchange(self, index: int, names: Sequence[str], buffer: torch.Tensor) -> Future:
+    def exchange(
+        self,
+        index: int,
+        names: Sequence[str],
+        buffer: torch.Tensor,
+        order: Order | None = None,
+    ) -> Future:
         """Starts to replace a bucket of gradients by their mean over all ranks, in place.
 
         Args:
             index: Number of the bucket in this step.
             names: Registered gradients that lie in the buffer one after the other.
             buffer: Their elements, flat.
+            order: Its places among the buckets of the step, the same on all ranks (see
+                `hipress.casync.graphs.schedules`).
 
         Returns:
             A torch future of the buffer.
@@ -696,17 +708,21 @@ class Session:
         if self.guard is not None and self.guard.is_active:
             self.guard.take(self, bucket, buffer, contents, later)
         handles = [
-            self._start_group(group, buffer, content)
+            self._start_group(group, buffer, content, order)
             for group, content in zip(bucket.groups, contents, strict=True)
         ]
         on_result = partial(_add_owed, later) if later else None
         return joint(handles, buffer, partial(self._note_failure, buffer), on_result)
 
-    def _start_group(self, group: Group, buffer: torch.Tensor, content: Content) -> Handle:
+    def _start_group(
+        self, group: Group, buffer: torch.Tensor, content: Content, order: Order | None
+    ) -> Handle:
         """Starts the exchange of the gradients of a bucket that travel together."""
         values = [buffer[start:stop] for start, stop in group.spans]
         if self.mode.current is Mode.WARMUP:
-            return self.engine.allreduce(values, codec=NONE, names=group.names, step=self.step)
+            return self.engine.allreduce(
+                values, codec=NONE, names=group.names, step=self.step, order=order
+            )
         if content is Content.REFRESH:
             return self.engine.allreduce(
                 values,
@@ -714,6 +730,7 @@ class Session:
                 strategy=group.strategy,
                 names=group.refresh_names,
                 step=self.step,
+                order=order,
             )
         return self.engine.allreduce(
             values,
@@ -725,7 +742,13 @@ class Session:
             lr_ratio=self._rate_ratio(group),
             weights=self._weights(group) if group.wants_weights else None,
             loss_scale=self.scale,
+            order=order,
         )
+
+    def check(self) -> None:
+        """Raises what went wrong in this step, before its means are used."""
+        if self._failure is not None:
+            raise self._failure
 
     def end_step(self) -> None:
         """Ends a step after the framework took the averages; raises what went wrong in it."""
@@ -735,8 +758,7 @@ class Session:
         if self.mode.current is Mode.DETACHED:
             return
         self.monitor.end_step(self)
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         self.times.end_step(self.engine)
         if accumulating := self._with_momentum or self.layout.senders:
             self.adapter.note_means(accumulating)

@@ -32,7 +32,8 @@ from hipress.session.buckets import applies_decay, has_momentum
 from hipress.session.replicas import compare
 from hipress.session.setup import DEFAULT_CODEC
 from hipress.session.trace import check_path
-from hipress.torch.ddp import clean, sparse_names, spec_of
+from hipress.torch.adapter import spec_of
+from hipress.torch.ddp import clean, sparse_names
 from hipress.train import checkpoints, models
 from hipress.train.batches import Sampler, test_batches, train_batches
 from hipress.train.config import AUTO, PLAIN, TrainConfig

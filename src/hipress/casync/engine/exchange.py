@@ -28,6 +28,7 @@ from hipress.casync.engine.recipe import Recipe, without_state
 from hipress.casync.engine.state_store import Key, StateStore
 from hipress.casync.engine.transport import Pending
 from hipress.casync.graphs.graph import COMPUTING, Kind, Slot, Task, Verb
+from hipress.casync.graphs.schedules import Order
 from hipress.codecs import frame
 from hipress.codecs.base import RANDOM_KEYS, WEIGHT, Codec, State
 from hipress.codecs.bulk import Bulk
@@ -139,6 +140,10 @@ class Exchange:
         self.sequence = 0
         self.use = 0
         self.step = 0
+        self.turn = 0
+        """Exchanges of an earlier turn go first; those of one step of a schedule share a turn."""
+        self.order: Order | None = None
+        """Its places among the exchanges of its turn; None if no schedule decides."""
         self.is_first_use = False
         """Whether its tasks were bound for this use: kernels that are missing are compiled now."""
         self.tag = 0
@@ -157,6 +162,13 @@ class Exchange:
         """Bytes of all buffers: frames, copies of elements, and pinned copies."""
         buffers: list[Buffer | Chunk] = [*self._buffers.values(), *self._gradients, *self.chunks]
         return sum(one.num_bytes for one in buffers)
+
+    def urgency(self, index: int) -> tuple[int, int, int, int]:
+        """Returns the key of a task; the task with the smallest one goes first."""
+        order, place = self.order, 0
+        if order is not None:
+            place = order.back if self.recipe.graph.is_back[index] else order.out
+        return self.turn, place, self.sequence, index
 
     def prepare(
         self,

@@ -6,7 +6,8 @@
                   or a few
     gate          on a GPU, holds the first tasks of an exchange back until its gradients are there
     communicate   starts sends and receives and never waits for the network; small sends are started
-                  by the thread that made them
+                  by the thread that made them; so are those of a schedule, the most urgent first,
+                  as far as the credit goes
     waiters       wait for what was started: one for the messages of each peer, one for all sends
 
 A task is released when the last one it needs is done; there is no other order. Tagged messages may
@@ -27,6 +28,7 @@ next.
 from __future__ import annotations
 
 import heapq
+import math
 import queue
 import threading
 import time
@@ -52,7 +54,7 @@ MAX_WAITERS = 16
 NUM_RECIPES, NUM_USES = 2**9, 2**6
 """Recipes, and uses of one recipe, that have tags of their own. With TAG_BITS they fill 30 bits;
 gloo takes 31, and tags from 2**30 on belong to probes of the network."""
-_STOP = (-1, -1)
+_STOP = (-1, -1, -1, -1)
 
 
 Explain = Callable[[BaseException], BaseException]
@@ -225,9 +227,11 @@ class Executor(BaseExecutor):
         device: torch.device,
         explain: Explain = lambda error: error,
         num_threads: int = 1,
+        credit_bytes: int | None = None,
     ) -> None:
         super().__init__(transport, device, explain)
         self._lock = threading.Lock()
+        self._scheduled = _ScheduledSends(math.inf if credit_bytes is None else credit_bytes)
         self._ready = _ReadyTasks()
         self._posts: queue.SimpleQueue[tuple[Exchange, int] | None] = queue.SimpleQueue()
         self._gated: queue.SimpleQueue[tuple[torch.cuda.Event, Exchange, list[int]] | None]
@@ -308,7 +312,10 @@ class Executor(BaseExecutor):
     def _dispatch(self, exchange: Exchange, index: int) -> None:
         task = exchange.recipe.graph.tasks[index]
         if task.verb in COMPUTING:
-            self._ready.push((exchange.sequence, index), exchange)
+            self._ready.push(exchange.urgency(index), exchange)
+        elif task.verb is Verb.SEND and exchange.order is not None:
+            self._scheduled.push(exchange, index)
+            self._start_scheduled()
         elif task.verb is Verb.SEND and exchange.bound.is_light[index]:
             self._post(exchange, index)
         else:
@@ -369,7 +376,9 @@ class Executor(BaseExecutor):
             buffer, to, tag = message.sends[0]
             buffer.before_send()
             pending = self.transport.send(buffer.wire, to, exchange.tag | tag)
-            if exchange.recipe.graph.followers[index]:
+            if exchange.order is not None:
+                self._wait_for(-2 - to % MAX_WAITERS, exchange, index, pending, start_ns)
+            elif exchange.recipe.graph.followers[index]:
                 self._wait_for(-1, exchange, index, pending, start_ns)
             else:
                 # No task needs to know when it has left, so no thread wakes up for it.
@@ -379,6 +388,13 @@ class Executor(BaseExecutor):
         else:
             pending = self.transport.all_reduce(exchange.addend(task.chunk))
             self._wait_for(-1, exchange, index, pending, start_ns)
+
+    def _start_scheduled(self) -> None:
+        """Starts the sends that come next, as many as the credit allows."""
+        scheduled = self._scheduled
+        with scheduled.starting:
+            while (found := scheduled.pop()) is not None:
+                self._post(*found)
 
     def _wait_for(
         self, waiter: int, exchange: Exchange, index: int, pending: Pending, start_ns: int
@@ -402,20 +418,73 @@ class Executor(BaseExecutor):
                 exchange.bound.messages[index].recvs[0][0].after_recv()
             elif task.verb is Verb.ALL_REDUCE:
                 exchange.bound.work[index]()
+            elif task.verb is Verb.SEND and exchange.order is not None:
+                self._scheduled.note_sent(exchange, index)
+                self._start_scheduled()
             self._record(exchange, index, "send" if task.to else "recv", start_ns)
             self._release(exchange, index)
 
 
+class _ScheduledSends:
+    """Sends of exchanges with an order, of which only some are under way at once.
+
+    The others wait here, where more urgent ones can pass them, and not in a connection. A send
+    counts until its bytes have left; what other ranks do with them does not matter, or two ranks
+    whose credit is used by different gradients would wait for each other.
+
+    Args:
+        credit_bytes: Bytes that may be under way; one send always is.
+    """
+
+    def __init__(self, credit_bytes: float) -> None:
+        self.starting = threading.Lock()
+        """Held while sends are taken and started, so that they start in order."""
+        self._credit_bytes = credit_bytes
+        self._waiting: list[tuple[tuple[int, int, int, int], Exchange]] = []
+        self._lock = threading.Lock()
+        self._sent_bytes = 0
+
+    def push(self, exchange: Exchange, index: int) -> None:
+        """Adds a send that can start."""
+        with self._lock:
+            heapq.heappush(self._waiting, (exchange.urgency(index), exchange))
+
+    def pop(self) -> tuple[Exchange, int] | None:
+        """Returns the most urgent send and counts it as under way; None if it has to wait."""
+        with self._lock:
+            if not self._waiting:
+                return None
+            (*_, index), exchange = self._waiting[0]
+            num_bytes = _sent_bytes(exchange, index)
+            if self._sent_bytes and self._sent_bytes + num_bytes > self._credit_bytes:
+                return None
+            heapq.heappop(self._waiting)
+            self._sent_bytes += num_bytes
+            return exchange, index
+
+    def note_sent(self, exchange: Exchange, index: int) -> None:
+        """Takes note that the bytes of a send have left."""
+        with self._lock:
+            self._sent_bytes -= _sent_bytes(exchange, index)
+
+
+def _sent_bytes(exchange: Exchange, index: int) -> int:
+    message = exchange.bound.messages[index]
+    assert message is not None
+    return message.wire_bytes
+
+
 class _ReadyTasks:
-    """Tasks that can run, those of the oldest exchange first, in the order of its graph."""
+    """Tasks that can run, the most urgent first: those of the oldest exchange, in its graph's
+    order, unless a schedule decides."""
 
     def __init__(self) -> None:
-        self._items: list[tuple[tuple[int, int], int, Exchange | None]] = []
+        self._items: list[tuple[tuple[int, int, int, int], int, Exchange | None]] = []
         self._lock = threading.Lock()
         # Counts the items: a wait on it costs a fifth of one on a threading.Condition.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def push(self, key: tuple[int, int], exchange: Exchange | None) -> None:
+    def push(self, key: tuple[int, int, int, int], exchange: Exchange | None) -> None:
         with self._lock:
             heapq.heappush(self._items, (key, id(exchange), exchange))
         self._tokens.put(None)
@@ -423,7 +492,7 @@ class _ReadyTasks:
     def pop(self) -> tuple[int, Exchange | None]:
         self._tokens.get()
         with self._lock:
-            (_, index), _, exchange = heapq.heappop(self._items)
+            (*_, index), _, exchange = heapq.heappop(self._items)
         return index, exchange
 
 

@@ -29,6 +29,10 @@ class Options:
     """Run codecs on the host although the gradient is on a GPU."""
     chunk_numel: int | None = None
     """Elements of a chunk; if None, the kind of device decides."""
+    slice_bytes: int | None = None
+    """About the bytes of a message, where a schedule decides which message leaves next."""
+    credit_bytes: int | None = None
+    """Bytes that may be on their way out of a rank at once, where a schedule decides; None: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +139,10 @@ def chunk_numel(codec: Codec, device: torch.device, options: Options) -> int:
     if options.chunk_numel is not None:
         return options.chunk_numel
     on_gpu = device.type == "cuda" and not options.compress_on_cpu
-    return shape.chunk_numel(codec.wire_bytes, on_gpu=on_gpu)
+    numel = shape.chunk_numel(codec.wire_bytes, on_gpu=on_gpu)
+    if options.slice_bytes is not None:
+        numel = shape.slice_numel(codec.wire_bytes, options.slice_bytes, numel)
+    return numel
 
 
 def codes_local(codec: Codec, num_ranks: int) -> bool:
