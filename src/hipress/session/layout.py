@@ -9,6 +9,7 @@ import torch
 
 from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.recipe import chunk_numel
+from hipress.casync.graphs import strategies
 from hipress.casync.graphs.partitions import Partitioner, Placement
 from hipress.codecs.table import codec as named_codec
 from hipress.plan import Plan
@@ -149,6 +150,8 @@ class Layout:
             choice = self.rules.choice_under(self.plan, spec)
         else:
             choice = self.rules.choice(spec)
+        if choice.codec.name == "none" and self._engine.options.slice_bytes is not None:
+            choice = replace(choice, strategy=_with_messages(choice.strategy))
         if made is not None:
             choice = _overridden(choice, made)
         sends_momentum = not choice.codec.keeps_sizes and self._offers_momentum(spec.name)
@@ -170,6 +173,11 @@ class Layout:
         return Gradient(
             spec=spec, choice=choice, placements=placements, sends_momentum=sends_momentum
         )
+
+
+def _with_messages(strategy: str) -> str:
+    """Returns a strategy whose messages a schedule can order, which torch's own sum has none of."""
+    return "ps" if strategies.get(strategy).sums_in_transport("none") else strategy
 
 
 def _overridden(choice: Choice, made: Override) -> Choice:

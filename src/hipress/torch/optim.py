@@ -161,6 +161,9 @@ class _AdamExchange:
     def _init_exchange(self, warmup: int, every: int) -> None:
         self.refresh_warmup = warmup
         self.refresh_every = every
+        self.knows_incoming = False
+        """Whether every exchange is announced (`note_incoming`), so that nothing is concluded from
+        what happened to `.grad` since."""
         self._exchanges = False
         """Whether momentum may be exchanged."""
         self._holds_momentum: set[torch.Tensor] = set()
@@ -309,7 +312,8 @@ class _AdamExchange:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._forget_replaced()
+        if not self.knows_incoming:
+            self._forget_replaced()
         for parameter in [p for p in self._counts if not self.state.get(p)]:
             del self._counts[parameter]  # its state was cleared
             self._known_factors.pop(parameter, None)
@@ -335,7 +339,8 @@ class _AdamExchange:
                 beta2 = float(self._group_of(parameter)["betas"][1])
                 self._counts[parameter] = count.after_torch(beta2)
         self._store_counts(own)
-        self._note_used()
+        if not self.knows_incoming:
+            self._note_used()
         return loss
 
     def _store_counts(self, own: set[torch.Tensor]) -> None:
