@@ -276,6 +276,9 @@ class ClusterWorker(ABC, Generic[C]):
     def prepare(self, one: C) -> None:
         """Makes a candidate ready for a sample."""
 
+    def finish(self, one: C) -> None:
+        """Ends what the calls of a sample have left under way."""
+
     def progress(self, label: str) -> None:
         num_done, total = self._progress
         print_progress(num_done, total, label)
@@ -304,6 +307,7 @@ class ClusterWorker(ABC, Generic[C]):
         start = time.perf_counter()
         for _ in range(self.num_calls):
             self.call(one)
+        self.finish(one)
         self.wait_for_device()
         seconds = time.perf_counter() - start
         dist.barrier()  # all have received: nothing of it is still to leave
