@@ -106,7 +106,7 @@ class Exchange:
         self.chunks = [
             Chunk(
                 partitions,
-                None if recipe.is_plain else recipe.codec,
+                None if recipe.is_plain or recipe.sends_elements else recipe.codec,
                 recipe.dtype,
                 home=recipe.device,
                 device=self.device,
@@ -446,6 +446,9 @@ class Exchange:
             for k, (slot, weight) in enumerate(zip(task.reads, task.weights, strict=True))
         ]
         if target.kind is Kind.GRADIENT:
+            kinds = {slot.kind for slot in task.reads}
+            if kinds <= {Kind.GRADIENT, Kind.RAW} and self.recipe.dtype is torch.float32:
+                return self._mean_home(chunk, [self._read(slot, codec) for slot in task.reads])
             return self._merge_home(chunk, adds)
         buffer = self._buffer(target, codec)
         if target.kind is Kind.PLAIN:
@@ -492,6 +495,22 @@ class Exchange:
             if alpha != 1.0:
                 mean.mul_(alpha)
             chunk.elements.copy_(mean)
+            chunk.scatter()
+
+        return run
+
+    def _mean_home(
+        self, chunk: Chunk, reads: Sequence[Callable[[], torch.Tensor]]
+    ) -> Callable[[], object]:
+        """Binds the mean of elements, added up in rank order, into the gradient itself."""
+        scale = 1.0 / len(reads)
+
+        def run() -> None:
+            first, second, *rest = [read() for read in reads]
+            total = torch.add(first, second, out=scratch.take(chunk.numel, self.device))
+            for part in rest:
+                total.add_(part)
+            torch.mul(total, scale, out=chunk.elements)
             chunk.scatter()
 
         return run

@@ -89,6 +89,14 @@ class Recipe:
         return strategies.get(self.strategy).sums_in_transport(self.codec.name)
 
     @cached_property
+    def sends_elements(self) -> bool:
+        """Whether messages are the elements themselves, without frames."""
+        # Frames cost two copies of each element, which training with a schedule has no time for.
+        is_scheduled = self.options.slice_bytes is not None and not self.ordered
+        can = strategies.get(self.strategy).can_send_elements
+        return is_scheduled and can and self.codec.name == "none" and not self.total
+
+    @cached_property
     def shape(self) -> Shape:
         """How the gradients are cut and what each rank does, without tensors."""
         options = self.options
@@ -99,6 +107,7 @@ class Recipe:
             is_plain=self.is_plain,
             bulk=options.bulk and (self.is_plain or isinstance(self.codec, ProgramCodec)),
             codes_local=codes_local(self.codec, len(self.hosts)),
+            sends_elements=self.sends_elements,
             chunk_numel=chunk_numel(self.codec, self.device, options),
             pipelined=options.pipelined,
             ordered=self.ordered,
