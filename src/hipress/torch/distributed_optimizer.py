@@ -680,9 +680,10 @@ class _Exchanger:
         if self._num_steps == 1:
             self._needed.append(unit.index)
         if unit.updates is not None:
-            if not unit.has_arrived:
-                # There is time to update what has arrived and is needed later.
-                self._update([one for one in self._units if one.has_arrived])
+            # While it is on its way there is time to update what is needed later.
+            others = [one for one in self._units if one is not unit and one.has_arrived]
+            if others and not unit.has_arrived:
+                self._update(others)
             self._wait(unit)
             self._update([unit])
         if type(parameter) is PendingParameter:
