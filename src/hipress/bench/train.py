@@ -39,6 +39,7 @@ from hipress.bench.cluster import (
     ranks_agree,
     run_rank,
 )
+from hipress.bench.emulated import emulate
 from hipress.bench.timing import Timing
 from hipress.errors import UsageError, did_you_mean
 from hipress.session.buckets import has_momentum
@@ -79,6 +80,8 @@ class TrainBenchmark(ClusterBenchmark):
     """Schedules of `hipress.torch.DistributedOptimizer`, which are timed with each codec."""
     slice_bytes: int | None = None
     credit_bytes: int | None = None
+    emulated: bool = False
+    """Whether the model's work is replaced by pauses (see `hipress.bench.emulated`)."""
 
     @property
     def num_copies(self) -> int:
@@ -164,6 +167,7 @@ def _row(
         "num_parameters": benchmark.num_elements,
         "batch": benchmark.batch,
         "optimizer": benchmark.optimizer,
+        "emulated": benchmark.emulated,
         "bucket_mb": benchmark.bucket_mb,
         "repeats": timing.num_samples,
         "steps": benchmark.steps,
@@ -246,6 +250,9 @@ class _TrainWorker(ClusterWorker[_Variant]):
         self.batch = tuple(part.to(self.device) for part in data)
         self.loss = line.learning_task.loss
         self.model: nn.Module = line.make().to(self.device)
+        if benchmark.emulated:
+            self.model = emulate(self.model, lambda model: self.loss(model, self.batch))
+            self.loss = lambda model, batch: model(torch.ones(1, requires_grad=True)).sum()
         self.candidates = [
             self._hooked(COMPUTE, Hook(register=_register_nothing)),
             *(self._hooked(name, HOOKS[name]) for name in benchmark.hooks),

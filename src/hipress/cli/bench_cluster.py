@@ -228,6 +228,9 @@ class TrainOptions:
     ] = ""
     slice: Annotated[str | None, Option(help="Bytes of a message of a schedule.")] = None
     credit: Annotated[str | None, Option(help="Bytes under way at once, of a schedule.")] = None
+    emulate: Annotated[
+        bool, Option("--emulate", help="Replace the model's work by pauses, on few cores.")
+    ] = False
     repeats: Repeats = 5
     steps: StepsPerRound = 2
 
@@ -266,6 +269,7 @@ class TrainOptions:
                 schedules=expressions(self.schedule),
                 slice_bytes=None if self.slice is None else parse_size(self.slice),
                 credit_bytes=None if self.credit is None else parse_size(self.credit),
+                emulated=self.emulate,
                 repeats=self.repeats,
             )
             for name, line in lines.items()
