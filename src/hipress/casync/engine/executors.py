@@ -8,7 +8,8 @@
     communicate   starts sends and receives and never waits for the network; small sends are started
                   by the thread that made them; so are those of a schedule, the most urgent first,
                   as far as the credit goes
-    waiters       wait for what was started: one for the messages of each peer, one for all sends
+    waiters       wait for what was started: one for the messages of each peer, one for all sends;
+                  in a schedule, where messages overtake each other, one for each exchange and peer
 
 A task is released when the last one it needs is done; there is no other order. Tagged messages may
 overtake each other, so no queue ever waits for another rank's order. gloo reports a message only to
@@ -50,6 +51,10 @@ from hipress.timeline import Event
 
 MAX_WAITERS = 16
 """Peers beyond this number share waiters."""
+MAX_WAITING = 128
+"""Exchanges of a schedule beyond this number share waiters."""
+ALL_SENDS = (-1, -1)
+"""The waiter for the ends of exchanges, and for sends without a schedule."""
 
 NUM_RECIPES, NUM_USES = 2**9, 2**6
 """Recipes, and uses of one recipe, that have tags of their own. With TAG_BITS they fill 30 bits;
@@ -236,7 +241,7 @@ class Executor(BaseExecutor):
         self._posts: queue.SimpleQueue[tuple[Exchange, int] | None] = queue.SimpleQueue()
         self._gated: queue.SimpleQueue[tuple[torch.cuda.Event, Exchange, list[int]] | None]
         self._gated = queue.SimpleQueue()
-        self._waits: dict[int, queue.SimpleQueue[Any]] = {}
+        self._waits: dict[tuple[int, int], queue.SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
         self.num_threads = num_threads if self.stream is None else 1
         for _ in range(self.num_threads):
@@ -336,7 +341,7 @@ class Executor(BaseExecutor):
             self._dispatch(exchange, follower)
         if last:
             # What was sent must have left before its memory is used again.
-            self._wait_for(-1, exchange, -1, _All(exchange.sends), 0)
+            self._wait_for(ALL_SENDS, exchange, -1, _All(exchange.sends), 0)
 
     def _compute(self) -> None:
         stay_on_this_thread()
@@ -371,15 +376,20 @@ class Executor(BaseExecutor):
         if task.verb is Verb.RECV:
             buffer, of, tag = message.recvs[0]
             pending = self.transport.recv(buffer.wire, of, exchange.tag | tag)
-            self._wait_for(of % MAX_WAITERS, exchange, index, pending, start_ns)
+            waiter = (of % MAX_WAITERS, 0)
+            if exchange.order is not None:
+                # They come in the order of the schedule, not in that in which they were asked for.
+                is_back = exchange.recipe.graph.is_back[index]
+                waiter = waiter[0], 1 + 2 * (exchange.recipe.number % MAX_WAITING) + is_back
+            self._wait_for(waiter, exchange, index, pending, start_ns)
         elif task.verb is Verb.SEND:
             buffer, to, tag = message.sends[0]
             buffer.before_send()
             pending = self.transport.send(buffer.wire, to, exchange.tag | tag)
             if exchange.order is not None:
-                self._wait_for(-2 - to % MAX_WAITERS, exchange, index, pending, start_ns)
+                self._wait_for((to % MAX_WAITERS, -1), exchange, index, pending, start_ns)
             elif exchange.recipe.graph.followers[index]:
-                self._wait_for(-1, exchange, index, pending, start_ns)
+                self._wait_for(ALL_SENDS, exchange, index, pending, start_ns)
             else:
                 # No task needs to know when it has left, so no thread wakes up for it.
                 exchange.sends.append(pending)
@@ -387,7 +397,7 @@ class Executor(BaseExecutor):
                 self._release(exchange, index)
         else:
             pending = self.transport.all_reduce(exchange.addend(task.chunk))
-            self._wait_for(-1, exchange, index, pending, start_ns)
+            self._wait_for(ALL_SENDS, exchange, index, pending, start_ns)
 
     def _start_scheduled(self) -> None:
         """Starts the sends that come next, as many as the credit allows."""
@@ -397,13 +407,13 @@ class Executor(BaseExecutor):
                 self._post(*found)
 
     def _wait_for(
-        self, waiter: int, exchange: Exchange, index: int, pending: Pending, start_ns: int
+        self, waiter: tuple[int, int], exchange: Exchange, index: int, pending: Pending, start_ns: int
     ) -> None:
         with self._lock:
             waits = self._waits.get(waiter)
             if waits is None:
                 waits = self._waits[waiter] = queue.SimpleQueue()
-                self._start("wait" if waiter < 0 else f"wait-{waiter}", self._wait, waits)
+                self._start("wait-{}-{}".format(*waiter), self._wait, waits)
         waits.put((exchange, index, pending, start_ns))
 
     def _wait(self, waits: queue.SimpleQueue[Any]) -> None:
