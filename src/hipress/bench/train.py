@@ -245,6 +245,7 @@ class _TrainWorker(ClusterWorker[_Variant]):
         super().__init__(benchmark, (1 + benchmark.repeats) * num_variants)
         self.benchmark = benchmark
         self.num_calls = benchmark.steps
+        self.num_first_calls = 1 if benchmark.schedules else 0
         line = timed(benchmark.model, benchmark.data)
         data = line.data(dist.get_rank(), benchmark.batch)
         self.batch = tuple(part.to(self.device) for part in data)

@@ -407,7 +407,12 @@ class Executor(BaseExecutor):
                 self._post(*found)
 
     def _wait_for(
-        self, waiter: tuple[int, int], exchange: Exchange, index: int, pending: Pending, start_ns: int
+        self,
+        waiter: tuple[int, int],
+        exchange: Exchange,
+        index: int,
+        pending: Pending,
+        start_ns: int,
     ) -> None:
         with self._lock:
             waits = self._waits.get(waiter)

@@ -155,11 +155,9 @@ class GroupTransport(Transport):
         del self.group
 
     def keep_unsent_small(self) -> None:
-        for fd, inode in self._connections.items():
-            with suppress(OSError):
-                if os.fstat(fd).st_ino == inode:
-                    with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as one:
-                        one.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        for fd in connections(self._sockets):
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+                one.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
     def num_lost_peers(self) -> int | None:
         if not self._connections:
