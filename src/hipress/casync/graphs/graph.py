@@ -113,6 +113,14 @@ class Graph:
         return [len(task.needs) for task in self.tasks]
 
     @cached_property
+    def is_back(self) -> list[bool]:
+        """Whether each task belongs to the way of the mean back to all ranks."""
+        return [
+            any(slot.kind is Kind.BACK for slot in (*task.reads, *task.writes))
+            for task in self.tasks
+        ]
+
+    @cached_property
     def followers(self) -> list[list[int]]:
         """The tasks that need each task."""
         found: list[list[int]] = [[] for _ in self.tasks]

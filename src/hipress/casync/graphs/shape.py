@@ -88,6 +88,19 @@ class Shape:
         )
 
 
+def slice_numel(wire_bytes: Callable[[int], int], slice_bytes: int, most: int) -> int:
+    """Returns the elements whose message has about `slice_bytes`, at most `most`.
+
+    Example:
+        >>> slice_numel(lambda numel: 4 * numel, 2**20, 2**21)
+        262144
+    """
+    sample = 2**20
+    element_bytes = (wire_bytes(sample) - wire_bytes(0)) / sample
+    numel = int(slice_bytes / element_bytes) // partitions.GRAIN * partitions.GRAIN
+    return min(max(numel, partitions.GRAIN), most)
+
+
 def chunk_numel(wire_bytes: Callable[[int], int], *, on_gpu: bool) -> int:
     """Returns the elements of a chunk: as many as encode well, fewer if the message is long."""
     numel = partitions.GPU_CHUNK_NUMEL if on_gpu else partitions.CHUNK_NUMEL
