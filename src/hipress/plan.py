@@ -19,8 +19,8 @@ from hipress.errors import UsageError
 from hipress.profile import version_of
 
 VERSION = 3
-"""Version of written plans; version 1 had only codec, strategy, partitions and reason, and version 2
-no schedule."""
+"""Version of written plans. Version 1 had only codec, strategy, partitions and reason; version 2
+had no schedule."""
 
 ANY = "any"
 """Placeholder for a codec or strategy that the user of the plan names separately."""
