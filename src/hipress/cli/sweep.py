@@ -107,14 +107,11 @@ class Sweep:
     def write_timeline(self, path: Path) -> str:
         """Simulates the first choice, or plain if there is none, and writes its timeline; returns
         what was simulated, in words.
-
-        With schedules, it is the first choice that has one.
         """
         from hipress.secopa.simulate import traces
         from hipress.timeline import chrome_trace
 
-        choices = (one for one in self._choices() if one.schedule or not self.schedules)
-        choice = next(choices, _Choice("none", "allreduce", None))
+        choice = next(self._choices(), _Choice("none", "allreduce", None))
         played = self.simulator.run(choice.decisions, choice.schedule, record=True)
         trace = chrome_trace(traces(played, device=self.profile.machine.device))
         path.write_text(json.dumps(trace) + "\n")
