@@ -427,8 +427,12 @@ class SimulatedRank:
         task, start_s = progress.tasks[place], self.clock.now_s
         peer = self if self.cluster.is_alone else self.cluster.by_rank[task.peer]
         there = peer.syncs[progress.index]
+        later: list[tuple[int, float]] = []
         if self.cluster.is_alone:
             targets = progress.with_sends.get(place, [])
+            if progress.order is not None:
+                later = [target for target in targets if target[1] > 0]
+                targets = [target for target in targets if target[1] == 0]
         else:
             targets = [(there.graph.receives[task.chunk, task.kind, self.rank], 0.0)]
 
@@ -438,6 +442,8 @@ class SimulatedRank:
             if is_last:
                 self.record("send", progress.index, task.chunk, "send", start_s, task.num_bytes)
                 self.complete(progress, place)
+                for other, delay_s in later:
+                    self.clock.after(delay_s, partial(self._schedule, progress, other))
                 if progress.order is not None:
                     self._has_left(task)
 

@@ -307,10 +307,10 @@ class Simulator:
         codec: str,
         group: Sequence[GradientProfile],
         placements: tuple[tuple[Placement, ...], ...] | None,
-        chunk_numel: int | None = None,
+        sliced_numel: int | None = None,
     ) -> Shape:
-        costs = self._codec(codec)
-        is_plain = strategies.get(strategy).sums_in_transport(codec)
+        costs, way = self._codec(codec), strategies.get(strategy)
+        is_plain = way.sums_in_transport(codec)
         return Shape(
             numels=tuple(g.numel for g in group),
             hosts=self.hosts,
@@ -318,7 +318,8 @@ class Simulator:
             is_plain=is_plain,
             bulk=is_plain or costs.bulk,
             codes_local=costs.codes_local,
-            chunk_numel=chunk_numel or costs.chunk_numel,
+            sends_elements=sliced_numel is not None and codec == "none" and way.can_send_elements,
+            chunk_numel=sliced_numel or costs.chunk_numel,
             placements=placements,
         )
 

@@ -115,10 +115,16 @@ class Graph:
     @cached_property
     def is_back(self) -> list[bool]:
         """Whether each task belongs to the way of the mean back to all ranks."""
-        return [
-            any(slot.kind is Kind.BACK for slot in (*task.reads, *task.writes))
-            for task in self.tasks
-        ]
+        found: list[bool] = []
+        means: set[Slot] = set()
+        """Gradients that hold the mean already."""
+        for task in self.tasks:
+            means.update(slot for slot in task.writes if slot.kind is Kind.GRADIENT)
+            slots = (*task.reads, *task.writes)
+            found.append(
+                any(slot.kind is Kind.BACK for slot in slots) or not means.isdisjoint(slots)
+            )
+        return found
 
     @cached_property
     def followers(self) -> list[list[int]]:

@@ -32,6 +32,8 @@ class Shape:
     """Whether small gradients share frames."""
     codes_local: bool = False
     """Whether a rank's own gradient passes its codec before a ring merges it."""
+    sends_elements: bool = False
+    """Whether messages are the elements themselves, without frames."""
     chunk_numel: int = partitions.CHUNK_NUMEL
     pipelined: bool = True
     ordered: bool = False
@@ -74,7 +76,9 @@ class Shape:
         """Returns the graph that a rank runs."""
         # If the transport sums, lowering drops all messages, so none are built for N ranks.
         hosts = self.hosts[:1] if self.is_plain else self.hosts
-        cluster = strategies.Cluster(hosts=hosts, codes_local=self.codes_local)
+        cluster = strategies.Cluster(
+            hosts=hosts, codes_local=self.codes_local, sends_elements=self.sends_elements
+        )
         member = 0 if self.is_plain else rank
         build = strategies.get(self.strategy).build
         graph = build(cluster, member, self.layout.partition_routes)
