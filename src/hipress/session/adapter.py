@@ -42,6 +42,9 @@ class StepObserver:
     def forward_begin(self, trains: bool = True) -> None:
         """The forward pass begins; `trains` is false for an evaluation, which is no step."""
 
+    def parameter_needed(self, name: str) -> None:
+        """The forward pass is about to use a parameter; frameworks may not report all of them."""
+
     def forward_end(self) -> None:
         """The forward pass has ended."""
 

@@ -361,9 +361,22 @@ def observe(
     def ready(name: str) -> Callable[[torch.Tensor], None]:
         return lambda _: observer.gradient_ready(name)
 
+    def needed(names: Sequence[str]) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            # Inside of what torch.compile makes there is no such moment, and to keep it from
+            # tracing this, as `_untraced` does, would break the graph at every module.
+            if not torch.compiler.is_compiling():
+                for name in names:
+                    observer.parameter_needed(name)
+
+        return call
+
     handles: list[Any] = [module.register_forward_pre_hook(_untraced(before))]
     if overrides("forward_end") or overrides("backward_begin"):
         handles.append(module.register_forward_hook(_untraced(after)))
+    if overrides("parameter_needed"):
+        owners = _owners(module, parameters)
+        handles += [one.register_forward_pre_hook(needed(names)) for one, names in owners]
     if overrides("gradient_ready"):
         for name, parameter in parameters.items():
             if parameter.requires_grad:
@@ -401,6 +414,16 @@ def sparse_names(model: nn.Module) -> frozenset[str]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             found.add(clean(f"{prefix}.weight" if prefix else "weight"))
     return frozenset(found)
+
+
+def _owners(
+    module: nn.Module, parameters: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Yields the modules that own some of the parameters, with the names of these."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for one in module.modules():
+        if own := [names[id(p)] for p in one.parameters(recurse=False) if id(p) in names]:
+            yield one, own
 
 
 def _untraced(function: Callable[..., None]) -> Any:

@@ -11,12 +11,36 @@ small ones. All ranks use the same orders, so nothing is negotiated during a ste
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
 
 from hipress.errors import UsageError, did_you_mean
+from hipress.plan import ScheduleName
 
-FIFO, PRIORITY, OVERLAP = "fifo", "priority", "overlap"
-SCHEDULES = (FIFO, PRIORITY, OVERLAP)
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+FIFO, PRIORITY, OVERLAP = SCHEDULES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A schedule with its sizes.
+
+    Example:
+        >>> Schedule(name="overlap", slice_bytes=2**20, credit_bytes=2**22).name
+        'overlap'
+    """
+
+    name: ScheduleName
+    slice_bytes: int
+    """About the size of a message."""
+    credit_bytes: int
+    """Most bytes that a rank has under way at once; one message always may be."""
+
+    def __post_init__(self) -> None:
+        check(self.name)
+        for what, size in (("slice", self.slice_bytes), ("credit", self.credit_bytes)):
+            if size < 1:
+                raise UsageError(f"{what}_bytes is {size}; give at least 1.")
 
 
 class Order(NamedTuple):
