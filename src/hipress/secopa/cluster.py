@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from hipress.casync.graphs import schedules
 from hipress.casync.graphs.graph import COMPUTING, Verb
 from hipress.casync.graphs.schedules import Order
 from hipress.casync.graphs.strategies import ring
@@ -241,7 +242,7 @@ class SimulatedRank:
         self.latency_s = network.latency_s
         self.num_idle = cluster.profile.machine.exchange_threads
         self.ready: list[tuple[int, int, int]] = []
-        self.scheduled: list[tuple[int, int, int]] = []
+        self.scheduled: list[tuple[int, ...]] = []
         """Messages of a schedule that wait for credit."""
         self.num_under_way = 0
         self.under_way_bytes = 0.0
@@ -396,12 +397,15 @@ class SimulatedRank:
 
     def _schedule(self, progress: _Progress, place: int) -> None:
         """Queues a message; the first in the order of the schedule starts as credit allows."""
-        heapq.heappush(self.scheduled, (progress.place_of(place), progress.index, place))
+        task = progress.tasks[place]
+        turn = schedules.turn(task.chunk, task.peer, self.rank, self.cluster.num_ranks)
+        key = (progress.place_of(place), progress.index, *turn, place)
+        heapq.heappush(self.scheduled, key)
         self._start_scheduled()
 
     def _start_scheduled(self) -> None:
         while self.scheduled:
-            _, index, place = self.scheduled[0]
+            _, index, *_, place = self.scheduled[0]
             progress = self.syncs[index]
             task = progress.tasks[place]
             num_bytes = task.num_bytes if task.verb is Verb.SEND else 0.0

@@ -43,6 +43,7 @@ from hipress.casync.engine.exchange import Exchange
 from hipress.casync.engine.handle import CLOSE_S
 from hipress.casync.engine.memory import new_stream
 from hipress.casync.engine.transport import Pending, Transport, finish
+from hipress.casync.graphs import schedules
 from hipress.casync.graphs.graph import COMPUTING, Verb
 from hipress.casync.graphs.shape import TAG_BITS
 from hipress.compll.backends.threads import stay_on_this_thread
@@ -455,14 +456,18 @@ class _ScheduledSends:
         self.starting = threading.Lock()
         """Held while sends are taken and started, so that they start in order."""
         self._credit_bytes = credit_bytes
-        self._waiting: list[tuple[tuple[int, int, int, int], Exchange]] = []
+        self._waiting: list[tuple[tuple[int, ...], Exchange]] = []
         self._lock = threading.Lock()
         self._sent_bytes = 0
 
     def push(self, exchange: Exchange, index: int) -> None:
         """Adds a send that can start."""
+        recipe = exchange.recipe
+        task = recipe.graph.tasks[index]
+        *unit, _ = exchange.urgency(index)
+        place = schedules.turn(task.chunk, task.to[0], recipe.rank, len(recipe.hosts))
         with self._lock:
-            heapq.heappush(self._waiting, (exchange.urgency(index), exchange))
+            heapq.heappush(self._waiting, ((*unit, *place, index), exchange))
 
     def pop(self) -> tuple[Exchange, int] | None:
         """Returns the most urgent send and counts it as under way; None if it has to wait."""

@@ -84,6 +84,18 @@ def orders(schedule: str, needed: Sequence[int]) -> tuple[Order, ...]:
     return tuple(Order(place, len(needed) + first) for place, first in enumerate(needed))
 
 
+def turn(chunk: int, peer: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Returns the place of a message among those of one unit.
+
+    Each rank starts with another peer, or all would send to one rank at the same time.
+
+    Example:
+        >>> [turn(0, peer, rank=2, num_ranks=4) for peer in (3, 0, 1)]
+        [(0, 1), (0, 2), (0, 3)]
+    """
+    return chunk // num_ranks, (peer - rank) % num_ranks
+
+
 def units(
     numels: Sequence[int], least_numels: Sequence[int], keys: Sequence[Hashable]
 ) -> list[list[int]]:
