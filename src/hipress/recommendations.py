@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from functools import lru_cache
 from pathlib import Path
 
@@ -59,15 +60,16 @@ class Measured:
     def result(self) -> str:
         """The score beside that without compression."""
         if self.metric == "loss":
-            return f"loss {self.score:.3f}, uncompressed {self.uncompressed:.3f}"
-        return f"accuracy {self.score:.2f} %, uncompressed {self.uncompressed:.2f} %"
+            return f"loss {rounded(self.score, 3)}, uncompressed {rounded(self.uncompressed, 3)}"
+        score, uncompressed = rounded(self.score, 2), rounded(self.uncompressed, 2)
+        return f"accuracy {score} %, uncompressed {uncompressed} %"
 
     @property
     def fewer_bytes(self) -> str:
         """How many times fewer bytes, in words."""
         if self.later_ratio is None:
-            return f"{self.ratio:.0f}" if self.ratio >= 10 else f"{self.ratio:.1f}"
-        return f"{self.ratio:.0f}, {self.later_ratio:.0f} after warm-up"
+            return rounded(self.ratio, 0 if self.ratio >= 10 else 1)
+        return f"{rounded(self.ratio, 0)}, {rounded(self.later_ratio, 0)} after warm-up"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +158,26 @@ def warned(kind: str) -> Measured:
 def warning(kind: str) -> str:
     """Returns what `warned` holds as a sentence, with what is recommended beside it."""
     bad = warned(kind)
+    assert bad.recommended is not None
     unit, digits = ("", 3) if bad.metric == "loss" else (" %", 2)
     bad_score, good_score, plain_score = (
-        f"{score:.{digits}f}{unit}" for score in (bad.score, bad.recommended, bad.uncompressed)
+        f"{rounded(score, digits)}{unit}"
+        for score in (bad.score, bad.recommended, bad.uncompressed)
     )
     return (
         f"{bad.task}: {bad.metric} {bad_score} with "
         f"{bad.codec} on gradients, {good_score} as recommended, {plain_score} uncompressed"
     )
+
+
+def rounded(number: float, digits: int) -> str:
+    """Returns a number as all pages show it: a half of its decimal digits goes up.
+
+    Example:
+        >>> rounded(1.5105, 3), f"{1.5105:.3f}"
+        ('1.511', '1.510')
+    """
+    return str(Decimal(repr(number)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
 @lru_cache(maxsize=1)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hipress.codecs.base import Codec
 from hipress.errors import MissingDependencyError
+from hipress.session import Mode
 from hipress.torch import Sync
 from hipress.torch.frameworks import Figures, attach_wrapped, blank
 
@@ -84,7 +85,8 @@ class CompressCallback(TrainerCallback):
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         model = _wrappers.get(id(model), model)
         if model is self._model and self.sync is not None:  # train() was called again
-            self.sync.load_state_dict(blank())
+            if self.sync.idle or self.sync.mode.current is not Mode.DETACHED:
+                self.sync.load_state_dict(blank())
         else:
             found = {"optimizer": optimizer, "scaler": getattr(optimizer, "scaler", None)}
             self.sync = attach_wrapped(
@@ -112,7 +114,12 @@ class CompressCallback(TrainerCallback):
                 _log.info("the state of the codec was loaded from %r.", str(found / FOLDER))
         elif sync.is_open and args.process_index == 0:
             # Not an error: zero residuals lose less than a gradient, and the model is loaded.
-            what = "the codec state of another run or step" if held else "no codec state"
+            what = "no codec state"
+            if held and _mark_in(held[0]) is None:
+                what = f"codec state whose {MARK} is missing or damaged"
+                what = f"{what} (an older version wrote it, or the save was cut off)"
+            elif held:
+                what = "the codec state of another run or step"
             _log.warning(
                 "there is %s in %r, so residuals start at zero: if training was resumed from "
                 "another folder, give CompressCallback(resume_from_checkpoint=...).",

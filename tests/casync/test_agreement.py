@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.distributed import DistNetworkError, HashStore
 
+from hipress.casync.engine import engine
 from hipress.casync.engine.engine import Engine, Options
+from hipress.casync.engine.loopback import Hub, Loopback
 from hipress.casync.ranks import agreement
 from hipress.casync.ranks.agreement import Agreement, difference
 from hipress.errors import AgreementError, PeerError
@@ -370,3 +372,40 @@ def test_a_rank_that_does_not_call_is_named(late, monkeypatch):
 def test_hosts_are_told_by_name():
     found = run(5, lambda engine, rank: engine.hosts, hosts=("b", "a", "b", "c", "a"))
     assert found == [(0, 1, 0, 2, 1)] * 5
+
+
+class Clock:
+    """Stands still between two looks."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """A rank that waits in a comparison: its engine, a clock, and how often it has looked."""
+    made, clock, looks = Engine(Loopback(Hub(1), 0), HashStore()), Clock(), []
+    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(made, "_if_skipped", "without comparing.")
+
+    def ahead():
+        looks.append(clock.now)
+        if clock.now == 5.0:
+            raise RuntimeError("Socket Timeout")
+        return [1]
+
+    monkeypatch.setattr(made._heartbeats, "ahead", ahead)
+    yield made, clock, looks
+    made.close()
+
+
+def test_ranks_that_went_on_are_looked_for_every_few_seconds(waiting):
+    """Catches: requests of every waiting rank in every second, and a store that does not answer
+    once, which ends training."""
+    made, clock, looks = waiting
+    with pytest.raises(AgreementError, match="rank 1 began the next exchange without comparing"):
+        for clock.now in range(20):
+            made._check_alive()
+    assert looks == [0, 5, 10]

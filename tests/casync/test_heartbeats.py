@@ -276,6 +276,34 @@ def test_a_store_that_is_gone_is_blamed_on_rank_0(monkeypatch):
     health.close()
 
 
+class Counting:
+    """A store that counts the requests made of it."""
+
+    def __init__(self, store):
+        self.store, self.num_requests = store, 0
+
+    def __getattr__(self, name):
+        if name in ("get", "check", "multi_get"):
+            self.num_requests += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_look_at_all_ranks_is_few_requests(ward, monkeypatch, is_missing):
+    """Catches: two requests for each rank of a large job, from every rank that waits."""
+    monkeypatch.setattr(heartbeats, "LONGEST_BEAT_S", 60.0)
+    watched = ward(8, 1800.0)
+    watched.store.set("beat/5", "3/2")
+    if is_missing:
+        watched.store.delete_key("beat/7")
+    health = watched.ranks[0]
+    health._store = store = Counting(watched.store)
+    assert health.ahead() == [5]
+    assert is_missing or store.num_requests == 2
+    monkeypatch.setattr(Counting, "has_extended_api", lambda _: False, raising=False)
+    assert health.ahead() == [5]
+
+
 def test_closing_is_quick_and_may_be_done_twice(ward, monkeypatch):
     monkeypatch.setattr(heartbeats, "LONGEST_BEAT_S", 60.0)
     watched = ward(3, 1800.0)

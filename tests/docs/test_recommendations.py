@@ -108,6 +108,24 @@ def test_what_was_measured_is_what_is_recommended(monkeypatch: pytest.MonkeyPatc
         generator.figures()
 
 
+@pytest.mark.parametrize(
+    "number, digits, text",
+    [(1.5105, 3, "1.511"), (2.5, 0, "3"), (16.0, 0, "16"), (0.125, 2, "0.13"), (3.94, 1, "3.9")],
+)
+def test_halves_are_rounded_up(number: float, digits: int, text: str) -> None:
+    """Catches: a half that is rounded as its binary digits happen to fall."""
+    assert recommendations.rounded(number, digits) == text
+
+
+@pytest.mark.parametrize("kind", [ADAM, UNKNOWN])
+def test_both_tables_of_the_readme_round_a_run_alike(kind: str) -> None:
+    """Catches: one run with two losses on one page."""
+    header = ("codec", "what is sent", "times smaller", "error feedback", "trained: GPT / ResNet")
+    trained = {row[0]: row[-1].partition(" / ")[0] for row in rows(PAGES["README.md"], *header)}
+    (gpt,) = (m for m in RECOMMENDED[kind].measured if m.model == "GPT")
+    assert gpt.result == f"loss {trained[gpt.codec]}, uncompressed {trained['none']}"
+
+
 def test_all_name_one_codec_for_sgd_with_momentum() -> None:
     codec = RECOMMENDED[SGD_MOMENTUM].codec
     assert TrainConfig(model="cnn").with_default_codec(4).codec == codec

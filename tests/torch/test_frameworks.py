@@ -371,6 +371,18 @@ def test_transformers_trains_again_without_old_residuals(trained_once) -> None:
     assert sync.step == 0 and not _holds(sync)
 
 
+def test_transformers_trains_again_after_detach_without_a_warning(
+    trained_once, ddp, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches: a warning of ignored residuals that nobody has saved."""
+    sync = trained_once(_state(0))
+    sync.detach()
+    ddp(torch.randn(4, 128)).square().sum().backward()
+    caplog.clear()
+    assert trained_once(_state(0)) is sync
+    assert not caplog.messages
+
+
 def test_transformers_loads_the_state_of_its_own_run(
     trained_once, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -402,7 +414,12 @@ def test_transformers_ignores_the_state_of_another_run(
         shutil.rmtree(folder / "hipress")
     sync = trained_once(state)
     assert sync.step == 0 and not _holds(sync)
-    what = "no codec state" if change == "no state" else "the codec state of another run or step"
+    lost = (
+        "codec state whose hipress.json is missing or damaged (an older version wrote it, or the "
+        "save was cut off)"
+    )
+    known = {"no state": "no codec state", "no mark": lost, "damaged": lost}
+    what = known.get(change, "the codec state of another run or step")
     assert (
         f"there is {what} in {str(folder / 'hipress')!r}, so residuals start at zero: if training "
         "was resumed from another folder, give CompressCallback(resume_from_checkpoint=...)."

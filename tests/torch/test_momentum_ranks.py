@@ -26,6 +26,7 @@ def told(request, tmp_path_factory):
             {"id": "first", "do": "first_half", "ranks": 3, "folder": folder},
             {"id": "detached", "do": "detached", "ranks": 2},
             {"id": "other state", "do": "other_state", "ranks": 2},
+            {"id": "warned", "do": "warned", "ranks": 2},
             *({"id": f"loads {loads}", "do": "one_loads", "ranks": 3, "loads": loads}
               for loads in LOADS),
         ],
@@ -82,6 +83,13 @@ def test_ranks_that_loaded_different_state_say_so(told):
         assert kind == "AgreementError"
         assert "the optimizer's state ('4 steps, 3 refreshes, the last in step 3 (3 like" in text
         assert "'3 steps, 3 refreshes" in text and "on rank 1" in text
+
+
+@pytest.mark.parametrize("text", ["attach was given none of them", "set momentum=0 in SGD"])
+def test_only_rank_0_warns_of_the_optimizer(told, text):
+    """Catches: the same warning from every rank of a large job."""
+    first, second = told.results("warned", range(2))
+    assert first.count(text) == 1 and text not in second
 
 
 @pytest.mark.parametrize("loads", LOADS, ids=str)

@@ -1,6 +1,7 @@
 """`hipress.torch.AdamW` on one rank: torch's where gradients are exchanged, and with momentum."""
 
 import copy
+import gc
 import math
 import pickle
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hipress
 import hipress.torch
@@ -455,6 +457,51 @@ def test_a_gradient_that_no_exchange_made_is_a_gradient(alone, to_none):
     assert optimizer._count(weight).sq_step == 7
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("codec", ["onebit", "terngrad"])
+def test_a_gradient_after_a_step_that_was_left_out_is_a_gradient(alone, codec, to_none):
+    """Catches: momentum that no step used, remembered for a `.grad` that was made anew."""
+    ddp, optimizer, _ = attached(codec)
+    train(ddp, optimizer, range(6))
+    weight = ddp.module[0].weight
+    ddp.zero_grad()
+    loss_of(ddp, 6).backward()  # exchanged, and no step
+    ddp.zero_grad(set_to_none=to_none)
+    with ddp.no_sync():
+        loss_of(ddp, 7).backward()
+    want = optimizer.state[weight]["exp_avg"].lerp(weight.grad, 0.1)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg"], want)
+    assert optimizer._count(weight).sq_step == 7
+
+
+def test_momentum_that_was_replaced_is_momentum(alone):
+    """Catches: one that is taken for a gradient, since it was clipped into a new tensor."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(6))
+    weight = ddp.module[0].weight
+    ddp.zero_grad()
+    loss_of(ddp, 6).backward()
+    for parameter in ddp.parameters():
+        parameter.grad = parameter.grad.clamp(-1e-3, 1e-3)
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["exp_avg"], weight.grad)
+
+
+def test_what_a_flush_sends_is_momentum(alone):
+    """Catches: momentum that is forgotten during the backward pass that exchanges it."""
+    torch.manual_seed(3)
+    ddp = DDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 96)), bucket_cap_mb=0.02)
+    optimizer = hipress.torch.AdamW(ddp.parameters(), lr=0.01, **SCHEDULE)
+    sync = hipress.attach(ddp, "onebit", optimizer=optimizer)
+    train(ddp, optimizer, range(6))
+    sync.detach()
+    train(ddp, optimizer, [6])
+    for layer in ddp.module:
+        weight = layer.weight
+        assert torch.equal(optimizer.state[weight]["exp_avg"], weight.grad)
+
+
 def test_clipping_limits_the_norm_of_momentum(alone):
     """Catches: another meaning of `clip_grad_norm_` than the one that is documented."""
     ddp, optimizer, _ = attached("onebit")
@@ -786,8 +833,8 @@ def test_another_optimizer_does_not_take_momentum_for_gradients(alone, make):
     train(ddp, optimizer, range(6))
     other = make(ddp.parameters(), lr=0.01)
     match = (
-        rf"{make.__name__} made the last two steps with '0\.weight', whose \.grad holds the "
-        "momentum of the AdamW that attach was given: train with that one"
+        rf"{make.__name__} has twice taken momentum for gradients: \.grad of '0\.weight' holds the "
+        r"momentum of the AdamW that attach was given\. Train with that one alone, or wrap"
     )
     train(ddp, other, [6])
     with pytest.raises(UsageError, match=match):
@@ -800,6 +847,53 @@ def test_another_optimizer_does_not_take_momentum_for_gradients(alone, make):
         other.step()
 
 
+def test_optimizers_that_take_turns_are_refused(alone):
+    """Catches: momentum taken for gradients at every other step, in silence."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(6))
+    other = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    train(ddp, other, [6])
+    train(ddp, optimizer, [7])
+    with pytest.raises(UsageError, match="SGD has twice taken momentum for gradients"):
+        train(ddp, other, [8])
+
+
+@pytest.mark.parametrize("num_between", [9, 10])
+def test_a_step_of_another_is_forgotten_in_the_end(alone, num_between):
+    """Catches: an accident that is held against training for ever, or forgotten at once."""
+    ddp, optimizer, _ = attached("onebit", refresh_every=1000)
+    train(ddp, optimizer, range(6))
+    other = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    train(ddp, other, [6])
+    train(ddp, optimizer, range(num_between))
+    if num_between == 10:
+        train(ddp, other, [7])
+        return
+    with pytest.raises(UsageError, match="SGD has twice taken"):
+        train(ddp, other, [7])
+
+
+def test_a_step_with_momentum_that_was_used_is_warned_of(alone, caplog):
+    """Catches: another optimizer that trains on momentum too, after the attached one."""
+    ddp, optimizer, _ = attached("onebit")
+    inner, scheduled = Wrapper(optimizer), torch.optim.swa_utils.AveragedModel(ddp.module)
+    bias = torch.optim.SGD([ddp.module[2].bias], lr=0.01)  # gets gradients
+    for number in range(8):
+        ddp.zero_grad(set_to_none=False)
+        loss_of(ddp, number).backward()
+        inner.step()
+        bias.step()
+        scheduled.update_parameters(ddp.module)
+    assert "makes a step after" not in caplog.text
+    other = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for number in range(8, 12):
+        ddp.zero_grad()
+        loss_of(ddp, number).backward()
+        optimizer.step()
+        other.step()
+    assert caplog.text.count("SGD makes a step after that of the AdamW") == 1
+
+
 def test_an_optimizer_that_makes_no_steps_is_warned_of(alone, caplog):
     """Catches: one made anew right after attach, with which int8 would be sent for ever."""
     ddp, _, _ = attached("onebit")
@@ -808,6 +902,47 @@ def test_an_optimizer_that_makes_no_steps_is_warned_of(alone, caplog):
     assert "that attach was given none of them" not in caplog.text
     train(ddp, other, range(9, 15))
     assert caplog.text.count("that attach was given none of them") == 1
+
+
+@pytest.mark.parametrize("case", ["detached", "attached anew", "int8", "no backward"])
+def test_steps_that_use_nothing_sent_are_not_warned_of(alone, caplog, case):
+    """Catches: a warning where all is well, or where the advice was followed."""
+    ddp, optimizer, sync = attached("int8" if case == "int8" else "onebit")
+    train(ddp, optimizer, range(6))
+    other = hipress.torch.AdamW(ddp.parameters(), lr=0.01)
+    trained = ddp
+    if case == "detached":
+        sync.detach()
+        train(ddp, optimizer, [6])
+    elif case == "attached anew":
+        trained = DDP(ddp.module)
+        hipress.attach(trained, "onebit", optimizer=other)
+    elif case == "no backward":
+        for _ in range(12):
+            other.step()
+    if case != "no backward":
+        train(trained, other, range(12))
+    assert "that attach was given none of them" not in caplog.text
+    assert ddp is not None
+
+
+def test_a_dropped_model_does_not_disturb_a_step(alone):
+    """Catches: hooks that are removed in a collection while torch goes through them."""
+
+    def collects(*_):
+        gc.collect()
+
+    gc.collect()
+    gc.disable()
+    handle = register_optimizer_step_post_hook(collects)
+    try:
+        dropped = attached("onebit")
+        live = attached("onebit")
+        del dropped
+        train(*live[:2], [0])
+    finally:
+        gc.enable()
+        handle.remove()
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -846,8 +981,29 @@ def test_a_scaler_that_attach_does_not_know_is_refused(alone):
     optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(loss_of(ddp, 0)).backward()
-    with pytest.raises(UsageError, match=r"and attach was given no scaler: .* scaler=scaler"):
+    before = [p.detach().clone() for p in ddp.parameters()]
+    match = r"was given no scaler: .* scaler=scaler\) and start again \(this step was not made\)"
+    with pytest.raises(UsageError, match=match):
         scaler.step(optimizer)
+    assert all(map(torch.equal, before, ddp.parameters()))
+
+
+def test_a_scaler_is_refused_where_the_step_makes_the_exchange(alone):
+    """Catches: a closure, of whose momentum nothing is known before the step."""
+    ddp, optimizer, _ = attached("onebit")
+    train(ddp, optimizer, range(SCHEDULE["refresh_warmup"]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+
+    def closure():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ddp, 0)).backward()
+
+    optimizer.zero_grad()
+    with ddp.no_sync():
+        scaler.scale(loss_of(ddp, 0)).backward()
+    with pytest.raises(UsageError, match=r"start again \(load the last checkpoint"):
+        scaler.step(optimizer, closure)
 
 
 def test_a_scaler_is_not_needed_where_no_momentum_is_sent(alone):

@@ -650,7 +650,7 @@ class Session:
         """Decides the mode of this step, on all ranks alike; before the first `exchange`."""
         if self.mode.current is Mode.DETACHED:
             return
-        if self.adapter.has_new_options():
+        if self.adapter.has_new_options() and self.engine.transport.rank == 0:
             self._warn()
         self._momentum.forget()
         self.owed.forget_sent()

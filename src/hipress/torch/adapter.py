@@ -4,6 +4,7 @@ GradScaler.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import weakref
@@ -11,7 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import TensorWeakRef
 
 from hipress.codecs.base import Codec
@@ -25,6 +29,8 @@ _log = logging.getLogger("hipress")
 
 MANY_STEPS_BY_OTHERS = 10
 """So many steps in a row, without one of the attached optimizer, are no accident."""
+MANY_OWN_STEPS = 10
+"""After so many exchanges in a row that the attached optimizer used, an accident is forgotten."""
 
 
 class TorchAdapter(Adapter):
@@ -55,11 +61,22 @@ class TorchAdapter(Adapter):
         self._sent_momentum: set[torch.Tensor] = set()
         """Parameters whose momentum was exchanged in this step."""
         self._unused: dict[torch.Tensor, TensorWeakRef] = {}
-        """Their `.grad`, until an optimizer makes a step with it."""
+        """Their `.grad`, until the attached optimizer makes a step with it."""
+        self._used: dict[torch.Tensor, tuple[TensorWeakRef, int]] = {}
+        """Their `.grad` after that step, and its version."""
+        self._is_used_by_other = False
+        """Whether another optimizer has made a step with it, and the attached one none since."""
         self._num_used_by_others = 0
-        """Number of exchanges of momentum, in a row, that other optimizers have used."""
+        """Number of exchanges of momentum that only other optimizers have used."""
+        self._num_used_in_a_row = 0
+        """Number of exchanges since the last of them that the attached optimizer has used."""
+        self._warns_of_reuse = True
+        """Whether it has yet to be said that another optimizer has used momentum as well."""
+        self._awaits_step = False
+        """Whether a backward pass that may send momentum has ended, and no step was made since."""
         self._num_steps_by_others = 0
-        """Number of steps of others, in a row, with parameters of the attached optimizer."""
+        """Number of such steps by others, in a row, with parameters of the attached optimizer."""
+        self._is_first_rank = False
         self._num_optimized = 0
         self._scaler = scaler
         self._parameters: dict[str, torch.Tensor] = {}
@@ -198,60 +215,103 @@ class TorchAdapter(Adapter):
         assert self._exchange is not None
         parameters = [self._parameters[name] for name in names]
         if is_momentum:
+            self._holds_means = False  # `.grad` is about to hold those of this step
             self._sent_momentum.update(parameters)
         else:
             self._sent_momentum.difference_update(parameters)
             for parameter in parameters:
                 self._unused.pop(parameter, None)
+                self._used.pop(parameter, None)
         self._exchange.note_incoming(parameters, is_momentum=is_momentum)
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses what would train wrongly without a word, after the step of any optimizer.
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses a step of the attached optimizer that would be wrong; warns of one of another.
 
         Raises:
-            UsageError: Another optimizer has used momentum as gradients twice, and the attached one
-                has made no step between; or a GradScaler has made the step of the attached one with
+            UsageError: A GradScaler makes a step with momentum, and `attach` was given none.
+        """
+        if optimizer is self._optimizer:
+            self._check_scaler("this step was not made")
+            return
+        # One that calls the attached optimizer has begun its step before that one's. Whether
+        # another reads `.grad` at all cannot be seen, so this is no error.
+        for parameter in _trained(optimizer) if self._used and self._warns_of_reuse else ():
+            known, version = self._used.get(parameter, (None, 0))
+            grad = parameter.grad
+            if known is None or grad is None or known() is not grad or grad._version != version:
+                continue
+            self._warns_of_reuse = False
+            if self._is_first_rank:
+                _log.warning(
+                    "%s makes a step after that of the %s that attach was given, with the same "
+                    ".grad of %r, which holds momentum and no gradient: leave it out, or choose "
+                    "codec='int8', which sends gradients.",
+                    type(optimizer).__name__, type(self._optimizer).__name__,
+                    self._names[id(parameter)],
+                )  # fmt: skip
+            return
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses what trains wrongly without a word, after the step of any optimizer.
+
+        Raises:
+            UsageError: Only other optimizers have used the momentum of an earlier exchange, and one
+                has used that of the last; or a GradScaler has made a step of the attached one with
                 momentum, and `attach` was given none.
         """
-        own = type(self._optimizer).__name__
-        if optimizer is self._optimizer:
-            self._num_used_by_others = self._num_steps_by_others = 0
-            is_used = bool(self._unused)
-            self._unused.clear()
-            if is_used and self._scaler is None and _is_called_by_scaler():
-                raise UsageError(
-                    f"a GradScaler made a step of the {own} whose momentum is exchanged, and "
-                    "attach was given no scaler: momentum would be mixed with scaled gradients, so "
-                    "write hipress.attach(..., scaler=scaler)."
-                )
+        if optimizer is not self._optimizer:
+            self._note_step_by_other(optimizer)
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._note_step_by_other(optimizer, parameters)
+        self._check_scaler("load the last checkpoint")  # its closure may have made the exchange
+        self._is_used_by_other = self._awaits_step = False
+        self._num_steps_by_others = 0
+        if self._unused:
+            self._num_used_in_a_row += 1
+            if self._num_used_in_a_row == MANY_OWN_STEPS:
+                self._num_used_by_others = 0
+            known = self._unused.items()
+            self._used = {p: (ref, p.grad._version) for p, ref in known if p.grad is not None}
+            self._unused = {}
+
+    def _check_scaler(self, remedy: str) -> None:
+        if self._unused and self._scaler is None and _is_called_by_scaler():
+            raise UsageError(
+                f"a GradScaler calls the step of the {type(self._optimizer).__name__} whose "
+                "momentum is exchanged, and attach was given no scaler: momentum would be mixed "
+                "with scaled gradients, so write hipress.attach(..., scaler=scaler) and start "
+                f"again ({remedy})."
+            )
+
+    def _note_step_by_other(self, optimizer: torch.optim.Optimizer) -> None:
+        if not (self._awaits_step or self._unused):
+            return
+        parameters = _trained(optimizer)
+        self._count_step_by_other(optimizer, parameters)
         for parameter in parameters:
             known = self._unused.get(parameter)
             if known is None or parameter.grad is None or known() is not parameter.grad:
                 continue
-            # Once proves nothing: it may be inside or before a step of the attached one.
-            self._unused.clear()
-            self._num_used_by_others += 1
-            if self._num_used_by_others > 1:
+            # Once proves nothing: it may be before a step of the attached one.
+            self._is_used_by_other = True
+            if self._num_used_by_others:
                 raise UsageError(
-                    f"{type(optimizer).__name__} made the last two steps with "
-                    f"{self._names[id(parameter)]!r}, whose .grad holds the momentum of the {own} "
-                    "that attach was given: train with that one, or wrap the module in a new "
-                    "DistributedDataParallel and attach it with the new optimizer; then load the "
-                    "last checkpoint."
+                    f"{type(optimizer).__name__} has twice taken momentum for gradients: .grad of "
+                    f"{self._names[id(parameter)]!r} holds the momentum of the "
+                    f"{type(self._optimizer).__name__} that attach was given. Train with that one "
+                    "alone, or wrap the module in a new DistributedDataParallel and attach it with "
+                    "the new optimizer; then load the last checkpoint."
                 )
             return
 
-    def _note_step_by_other(
-        self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
+    def _count_step_by_other(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
     ) -> None:
         own = {id(parameter) for _, parameter in self._optimized()}
-        if own.isdisjoint(map(id, parameters)):
+        if not self._awaits_step or own.isdisjoint(map(id, parameters)):
             return
+        self._awaits_step = False
         self._num_steps_by_others += 1
-        if self._num_steps_by_others == MANY_STEPS_BY_OTHERS:
+        if self._num_steps_by_others == MANY_STEPS_BY_OTHERS and self._is_first_rank:
             _log.warning(
                 "%s has made the last %d steps, and the %s that attach was given none of them, so "
                 "gradients are sent with int8 and no momentum is: give attach the optimizer that "
@@ -294,9 +354,14 @@ class TorchAdapter(Adapter):
     def note_means(self, names: Sequence[str]) -> None:
         """Watches the `.grad` of one of these parameters until it is cleared.
 
-        Of those that hold momentum, every `.grad` is watched until an optimizer uses it.
+        Of those that hold momentum, every `.grad` is watched until the attached optimizer uses it.
         """
+        if self._is_used_by_other:
+            self._is_used_by_other = False
+            self._num_used_by_others += 1
+            self._num_used_in_a_row = 0
         sent = self._sent_momentum
+        self._used = {}
         self._unused = {p: TensorWeakRef(p.grad) for p in sent if p.grad is not None}
         if self._watched is None or self._watched.grad is None:
             self._watch(names)
@@ -314,6 +379,12 @@ class TorchAdapter(Adapter):
             self._holds_means = given is not None and bool(given.any())
         return self._holds_means
 
+    def _forget_cleared(self) -> None:
+        """Forgets means that were cleared, with a step or without, when `.grad` is made anew."""
+        if self._holds_means and not self.holds_means():
+            self._unused, self._used = {}, {}
+            getattr(self._exchange, "note_cleared", lambda: None)()
+
     def _watch(self, names: Sequence[str]) -> None:
         if self._watching is not None:
             self._watching.remove()
@@ -329,7 +400,7 @@ class TorchAdapter(Adapter):
 
             def look(_: torch.Tensor) -> None:
                 if (adapter := own()) is not None:
-                    adapter.holds_means()
+                    adapter._forget_cleared()
 
             self._watching = self._watched.register_hook(look)  # type: ignore[no-untyped-call]
 
@@ -365,15 +436,40 @@ def _on_load(optimizer: Any, adapter: TorchAdapter) -> None:
     optimizer.register_load_state_dict_post_hook(note)
 
 
+_adapters: weakref.WeakSet[TorchAdapter] = weakref.WeakSet()
+"""Those that are told of the steps of all optimizers."""
+
+
 def watch_steps(adapter: TorchAdapter) -> None:
-    """Lets every optimizer tell the adapter, which this must not keep, of its steps."""
-    reference = weakref.ref(adapter)
+    """Tells an adapter of the steps of all optimizers."""
+    _watch_steps()
+    _adapters.add(adapter)
 
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and (found := reference()) is not None:
-            found.check_step(optimizer)
 
-    weakref.finalize(adapter, register_optimizer_step_post_hook(note).remove)
+@functools.cache
+def _watch_steps() -> None:
+    """Registers hooks at the steps of all optimizers, once for all adapters.
+
+    They stay: torch goes through its hooks while it calls them, and an adapter may be dropped then.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for adapter in list(_adapters):
+            adapter.before_step(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for adapter in list(_adapters):
+            adapter.after_step(optimizer)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _is_called_by_scaler() -> bool:

@@ -167,6 +167,8 @@ class DDPAdapter(TorchAdapter):
             session.begin_step()
         future = session.exchange(index, names, buffer)
         if is_last:
+            self._awaits_step = bool(session.layout.senders)
+            self._is_first_rank = session.engine.transport.rank == 0
             self._queue_end(session)
         return future
 

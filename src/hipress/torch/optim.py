@@ -61,6 +61,8 @@ class MomentumExchange(Protocol):
         note_noisy(parameters)      `.grad` will hold gradients that are right on average only, as
                                     codecs without error feedback make them: it must not learn
                                     sizes from them. Without it such codecs get momentum too
+        note_cleared()              `.grad` was cleared and a backward pass makes it anew: unless it
+                                    is noted again, it will hold gradients of this rank alone
         exchange_counts(parameter)  what decides `wants_gradients`, as a text: ranks compare it in
                                     the first step, and after `load_state_dict`
     """
@@ -278,6 +280,10 @@ class _AdamExchange:
     def note_noisy(self, parameters: Iterable[torch.Tensor]) -> None:
         """Takes note that `.grad` of these parameters must not go into the second moment."""
         self._holds_noise.update(parameters)
+
+    def note_cleared(self) -> None:
+        """Forgets what `.grad` held, also where no step has used it."""
+        self._forget_incoming()
 
     def _forget_incoming(self) -> None:
         self._holds_momentum.clear()

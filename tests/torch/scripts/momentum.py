@@ -1,6 +1,7 @@
 """Scenarios in which the momentum of AdamW is exchanged, for ranks (see `tests/scenarios.py`)."""
 
 import copy
+import logging
 import sys
 from pathlib import Path
 
@@ -134,6 +135,28 @@ def one_loads(rank, num_ranks, loads):
     except HipressError as error:
         return [type(error).__name__, str(error)]
     return None
+
+
+def warned(rank, num_ranks):
+    """What each rank logs: of steps by another optimizer, and of options that were loaded."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("hipress")
+    logger.addHandler(handler)
+    _, ddp, _, _ = setup("onebit")
+    other = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    train(ddp, other, rank, range(12))
+    module = mlp()
+    ddp = wrap(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    hipress.attach(ddp, "onebit", optimizer=optimizer)
+    train(ddp, optimizer, rank, range(2))
+    plain = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    optimizer.load_state_dict(plain.state_dict())
+    train(ddp, optimizer, rank, [2])
+    logger.removeHandler(handler)
+    return "\n".join(records)
 
 
 def second_half(rank, num_ranks, folder, shards):

@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,9 @@ MAX_UNNAMED = 32
 
 MAX_IDLE_BYTES = 2**26
 """Bytes of the buffers that are kept for unnamed calls to come; of one call if that needs more."""
+
+LOOK_AHEAD_S = 5.0
+"""A rank that waits for others looks so often for those that have gone on without it."""
 
 
 @dataclass(slots=True)
@@ -155,6 +159,7 @@ class Engine:
         """What to say of a rank that goes on without the comparison that this rank waits in."""
         self._ahead: list[int] = []
         """Ranks that had gone on when this rank looked last."""
+        self._next_look = 0.0
         self._process = os.getpid()
         self._agreement = Agreement(
             store, transport.rank, transport.num_ranks, timeout_s, self._check_alive
@@ -278,7 +283,7 @@ class Engine:
         self._check_process()
         self.executor.check()
         with self._agreeing:
-            self._if_skipped, self._ahead = skipped, []
+            self._if_skipped, self._ahead, self._next_look = skipped, [], 0.0
             try:
                 return self._agreement.agree(what, facts, share=share)
             finally:
@@ -449,8 +454,14 @@ class Engine:
 
     def _check_ahead(self) -> None:
         """Raises if ranks have gone on without the comparison that this rank waits in."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_AHEAD_S
         # Those of the last look: had they compared, the verdict would have come here since.
-        ahead, self._ahead = self._ahead, self._heartbeats.ahead()
+        try:
+            ahead, self._ahead = self._ahead, self._heartbeats.ahead()
+        except RuntimeError:
+            return  # the thread of the heartbeat reports a store that stays away
         if ahead:
             who = f"{'rank' if len(ahead) == 1 else 'ranks'} {', '.join(map(str, ahead[:8]))}"
             error = AgreementError(

@@ -230,11 +230,14 @@ class Heartbeats:
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns the last beat of some ranks; empty for one that never sent any."""
-        found = {}
+        keys = [_key(rank) for rank in ranks]
+        has_multi_get = getattr(self._store, "has_extended_api", lambda: False)
         with self._connection():
-            for rank in ranks:
-                found[rank] = _last_beat(self._store, rank)
-        return found
+            if len(keys) > 1 and has_multi_get() and self._store.check(keys):
+                beats = [beat.decode() for beat in self._store.multi_get(keys)]
+            else:
+                beats = [_last_beat(self._store, rank) for rank in ranks]
+        return dict(zip(ranks, beats, strict=True))
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._num_ranks) if rank != self._rank]
