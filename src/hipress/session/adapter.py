@@ -79,6 +79,9 @@ class Adapter:
         self.observers.append(observer)
         return lambda: self.observers.remove(observer) if observer in self.observers else None
 
+    def finish_step(self) -> None:
+        """Ends a step whose averages the framework has yet to take, on all ranks alike."""
+
     @property
     def model(self) -> Any:
         """The model to train with; None if the framework's own is used."""

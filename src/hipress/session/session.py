@@ -280,10 +280,12 @@ class Session:
 
         It loads with `weights_only=True`. For a large model, `save` needs far less memory.
         """
+        self.adapter.finish_step()
         return checkpoint.save(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where another run stopped, with any number of ranks; collective."""
+        self.adapter.finish_step()
         checkpoint.load(self, state_dict)
         self._restart()
 
@@ -296,6 +298,7 @@ class Session:
         Args:
             folder: A folder of its own that all hosts see.
         """
+        self.adapter.finish_step()
         shards.save(self, Path(folder))
 
     def load(self, folder: str | os.PathLike[str], entry: str = "") -> None:
@@ -305,6 +308,7 @@ class Session:
             folder: The folder that `save` was given, or `dcp.save` together with `shards()`.
             entry: The key of `shards()` in what `dcp.save` was given.
         """
+        self.adapter.finish_step()
         shards.load(self, Path(folder), entry)
         self._restart()
 
@@ -315,6 +319,7 @@ class Session:
         `dcp.save({"model": model.state_dict(), "sync": sync.shards()}, checkpoint_id=folder)`, and
         load them with `sync.load(folder, entry="sync")`.
         """
+        self.adapter.finish_step()
         return shards.shards(self)
 
     def _restart(self) -> None:
@@ -330,6 +335,7 @@ class Session:
         """
         if self.mode.is_leaving:
             return
+        self.adapter.finish_step()
         if self._engine is not None:
             self._engine.agree("detach", {"step": self.step})
         if self.auto is not None:
@@ -373,6 +379,7 @@ class Session:
         problem = engine.agree("timeline", facts, share=problem)[0]
         if problem is not None:
             raise UsageError(problem)
+        self.adapter.finish_step()
         if self._tracer is None:
             self._tracer = Tracer(self.adapter, engine, engine.gather, engine.clock_offset)
         own = weakref.ref(self)  # the observed model must not keep this object alive
@@ -389,6 +396,9 @@ class Session:
 
     def _is_steady(self, first: int) -> bool:
         """Returns whether the next step is like those after it, on all ranks alike."""
+        if self.step + 1 < first:
+            return False
+        self.adapter.finish_step()  # ranks that are ahead would begin to record a step earlier
         settled = self.auto is None or self.auto.phase in ("plain", "compressed")
         return self.step >= first and settled and self.times.is_steady
 
@@ -405,6 +415,7 @@ class Session:
         if self.idle:
             _log.info("no report is written: %s.", self.idle)
             return
+        self.adapter.finish_step()
         report.write(self, path)
 
     def profile(
@@ -441,6 +452,7 @@ class Session:
             raise UsageError(
                 "profile needs the model, which a bare hook does not know; use attach."
             )
+        self.adapter.finish_step()
         self._profiler.begin(self, path, steps, codecs)
 
     def check_replicas(self) -> None:
@@ -713,6 +725,17 @@ class Session:
         ]
         on_result = partial(_add_owed, later) if later else None
         return joint(handles, buffer, partial(self._note_failure, buffer), on_result)
+
+    @property
+    def meets_at_end(self) -> bool:
+        """Whether ranks wait for each other at the end of this step, so that all must end it at the
+        same place of their program."""
+        return self._profiler.is_active or (self._tracer is not None and self._tracer.is_last)
+
+    def note_wait(self, names: Sequence[str], start_ns: int) -> None:
+        """Takes note for a timeline that the framework has waited for means until now."""
+        if self._tracer is not None:
+            self._tracer.on_wait(names, start_ns)
 
     def _start_group(
         self, group: Group, buffer: torch.Tensor, content: Content, order: Order | None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,15 +28,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hipress.casync.engine.handle import Handle
-from hipress.casync.engine.recipe import Options
 from hipress.casync.graphs import schedules
 from hipress.casync.graphs.schedules import Order
 from hipress.casync.graphs.shape import slice_numel
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError, public
 from hipress.plan import MIN_SIZE, Plan
-from hipress.session import GradientSpec, Session, Settings, StepObserver, replicas
+from hipress.session import GradientSpec, Options, Session, Settings, StepObserver, replicas
 from hipress.session.groups import has_other_ranks
 from hipress.session.selection import Choice
 from hipress.session.setup import AUTO, begin, decide
@@ -373,6 +372,11 @@ class _OptimizerAdapter(TorchAdapter):
         root = None if exchanger is None else exchanger.root()
         return (lambda: None) if root is None else observe(root, observer, self._parameters)
 
+    def finish_step(self) -> None:
+        """Makes the updates of a step that has yet to end."""
+        if (exchanger := self.exchanger()) is not None:
+            exchanger.finish()
+
     def parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Returns all trained parameters."""
         return self._parameters.items()
@@ -430,7 +434,7 @@ class _Exchanger:
         """Returns the first module that was called."""
         self._statistics: list[torch.Tensor] = []
         """Running statistics of the model, of which ranks take the mean."""
-        self._mean_statistics: tuple[Handle, torch.Tensor] | None = None
+        self._mean_statistics: tuple[Any, torch.Tensor] | None = None
         self._watch_parameters()
         self._watch_modules()
         _watch_compiler(self)
@@ -610,6 +614,8 @@ class _Exchanger:
                 reason = "the optimizer has hooks that run after its steps"
             if not reason:
                 self._step_apart()
+                if self._session.meets_at_end:
+                    self.finish()
                 return
             self._say(reason)
         # As without this class: `.grad` holds the means.
@@ -723,7 +729,12 @@ class _Exchanger:
 
     def _wait(self, unit: _Unit) -> None:
         assert unit.future is not None
-        unit.future.wait()
+        if not unit.future.done():
+            start_ns = time.perf_counter_ns()
+            unit.future.wait()
+            self._session.note_wait(unit.names, start_ns)
+        else:
+            unit.future.wait()  # raises what went wrong
         self._session.check()
 
     @torch.no_grad()

@@ -214,6 +214,7 @@ class BaseExecutor:
                     chunk=task.chunk,
                     queue=queue,
                     wire_bytes=None if message is None else message.wire_bytes,
+                    priority=None if exchange.order is None else exchange.urgency(index)[1],
                     start_ns=start_ns,
                     end_ns=end_ns,
                 )
