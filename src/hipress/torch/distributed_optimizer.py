@@ -281,6 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._exchanger is None:
             self._inner.zero_grad(set_to_none)
             return
+        self._exchanger.has_local = False
         if not set_to_none:
             self._exchanger.finish()
         for group in self._inner.param_groups:
@@ -424,7 +425,7 @@ class _Exchanger:
         self._num_steps = 0
         """Number of steps that were begun."""
         self.accumulates = False
-        self._has_local = False
+        self.has_local = False
         """Whether `.grad` holds gradients that were accumulated without an exchange."""
         self._used: set[torch.Tensor] = set()
         """Parameters that have had a gradient on this rank."""
@@ -479,12 +480,7 @@ class _Exchanger:
         own = weakref.ref(self)
         seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-        def need(module: nn.Module, _: Any) -> None:
-            if torch.compiler.is_compiling() or (found := own()) is None:
-                return
-            for parameter in module._parameters.values():
-                if type(parameter) is PendingParameter:
-                    found.need_parameter(parameter)
+        need = _Need(self)
 
         def look(module: nn.Module, _: Any) -> None:
             if torch.compiler.is_compiling():
@@ -536,7 +532,7 @@ class _Exchanger:
     def _on_ready(self, parameter: torch.Tensor) -> None:
         """Backward has computed a gradient."""
         if self.accumulates:
-            self._has_local = True
+            self.has_local = True
             return
         unit, place = self._places[parameter]
         if not self._is_open or self._num_started == len(self._sequence):
@@ -563,7 +559,7 @@ class _Exchanger:
         if self._num_steps == 1:
             self._agree_on_orders()
         self._session.begin_step()
-        self._is_open, self._num_started = True, 0
+        self._is_open, self._num_started, self.has_local = True, 0, False
         self._num_steps += 1
         if self._statistics:  # the forward pass has updated them
             wide = [one.to(torch.promote_types(one.dtype, torch.float)) for one in self._statistics]
@@ -654,7 +650,7 @@ class _Exchanger:
 
     def step(self) -> None:
         """Notes what to update with, and updates what has arrived."""
-        if not self._is_open and self._has_local:
+        if self.has_local and (self._has_stepped or not self._is_open):
             raise UsageError(
                 "step was called, and all gradients since the last one were accumulated in "
                 "no_sync(), so ranks have not exchanged them: leave no_sync() before the last "
@@ -840,7 +836,7 @@ class _Exchanger:
         """Ends the step."""
         for unit in self._units:
             unit.clear()
-        self._is_open = self._has_stepped = self._has_local = False
+        self._is_open = self._has_stepped = False
         self._session.end_step()
 
     def _end_statistics(self) -> None:
@@ -866,6 +862,23 @@ class _Exchanger:
         self._why_whole = self._why_whole or "torch.compile reads parameters past Python"
         if self._has_stepped:
             self.finish()
+
+
+class _Need:
+    """A hook of a module that waits for its parameters; in copies and pickles it does nothing."""
+
+    def __init__(self, exchanger: _Exchanger | None = None) -> None:
+        self._own = None if exchanger is None else weakref.ref(exchanger)
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling() or self._own is None or (found := self._own()) is None:
+            return
+        for parameter in module._parameters.values():
+            if type(parameter) is PendingParameter:
+                found.need_parameter(parameter)
+
+    def __reduce__(self) -> Any:
+        return _Need, ()
 
 
 _exchangers: weakref.WeakSet[_Exchanger] = weakref.WeakSet()
