@@ -81,14 +81,19 @@ class _Unit:
     parameters: tuple[torch.Tensor, ...]
     spans: tuple[tuple[int, int], ...]
     """First element and end of each gradient in the buffer."""
+    dtype: torch.dtype
+    device: torch.device
+    """Of its parameters when it was made."""
     buffer: torch.Tensor | None = None
     """Memory for several gradients, or for one that cannot be sent from its own."""
     order: Order | None = None
     # What follows belongs to one step.
     ready: set[int] = field(default_factory=set)
     """The places of gradients that backward has computed."""
-    gradients: list[torch.Tensor] = field(default_factory=list)
-    """What will hold the means."""
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What will hold the means, by place; while it does not, `.grad` is a `PendingGradient`."""
+    zeros: set[int] = field(default_factory=set)
+    """The places of parameters for which this rank has no gradient."""
     future: torch.futures.Future[Any] | None = None
     updates: dict[torch.Tensor, torch.Tensor] | None = None
     """What to update each parameter with; None before `step`."""
@@ -107,11 +112,12 @@ class _Unit:
 
     def clear(self) -> None:
         """Ends its step."""
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=False):
-            if isinstance(parameter.grad, PendingGradient):
-                parameter.grad = gradient
+        for place, gradient in self.gradients.items():
+            if isinstance(self.parameters[place].grad, PendingGradient):
+                self.parameters[place].grad = gradient
         self.ready.clear()
-        self.gradients = []
+        self.zeros.clear()
+        self.gradients = {}
         self.future = self.updates = self.options = None
 
 
@@ -249,6 +255,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._exchanger = _Exchanger(self, units)
         self._adapter.exchanger = weakref.ref(self._exchanger)
 
+    _step_supports_amp_scaling = False
+    """A GradScaler then divides gradients itself, also where it would leave that to a fused one."""
+
     # --- what an optimizer does -------------------------------------------------------------------
 
     @torch.no_grad()
@@ -271,6 +280,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._exchanger is None:
             self._inner.zero_grad(set_to_none)
             return
+        self._exchanger.has_local = False
         if not set_to_none:
             self._exchanger.finish()
         for group in self._inner.param_groups:
@@ -414,10 +424,12 @@ class _Exchanger:
         """Whether `step` was called and updates are left."""
         self._has_agreed = False
         """Whether ranks have told each other about the first step."""
+        self._backward = -1
+        """The number of the last backward pass."""
         self._num_steps = 0
         """Number of steps that were begun."""
         self.accumulates = False
-        self._has_local = False
+        self.has_local = False
         """Whether `.grad` holds gradients that were accumulated without an exchange."""
         self._used: set[torch.Tensor] = set()
         """Parameters that have had a gradient on this rank."""
@@ -454,7 +466,7 @@ class _Exchanger:
 
             def look(_: torch.Tensor) -> None:
                 found, known = own(), reference()
-                if found is not None and known is not None and known.grad is not None:
+                if found is not None and known is not None:
                     found._before_accumulation(known)
 
             return look
@@ -472,12 +484,7 @@ class _Exchanger:
         own = weakref.ref(self)
         seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-        def need(module: nn.Module, _: Any) -> None:
-            if torch.compiler.is_compiling() or (found := own()) is None:
-                return
-            for parameter in module._parameters.values():
-                if type(parameter) is PendingParameter:
-                    found.need_parameter(parameter)
+        need = _Need(self)
 
         def look(module: nn.Module, _: Any) -> None:
             if torch.compiler.is_compiling():
@@ -495,8 +502,12 @@ class _Exchanger:
                 )
             if owners and found.root() is None:
                 found.root = weakref.ref(module)
-                found._statistics = [
-                    b for b in module.buffers() if b.is_floating_point() and b.numel()
+            if owners:
+                known = {id(one) for one in found._statistics}
+                found._statistics += [
+                    b
+                    for b in module.buffers()
+                    if b.is_floating_point() and b.numel() and id(b) not in known
                 ]
             if any(isinstance(part, torch.jit.ScriptModule) for part in owners):
                 found._why_whole = "TorchScript reads parameters past Python"
@@ -512,22 +523,28 @@ class _Exchanger:
 
     def _before_accumulation(self, parameter: torch.Tensor) -> None:
         """Backward is about to add a gradient to `.grad`, which may be on its way."""
-        unit, _ = self._places[parameter]
-        if unit.is_under_way:
+        unit, place = self._places[parameter]
+        if unit.is_under_way or place in unit.ready:
+            # Another backward pass; also where `.grad` was cleared, with or without a step. What
+            # ranks exchange must not depend on which units each of them has started.
             self.finish()
+        elif isinstance(parameter.grad, PendingGradient):  # an earlier pass did without it
+            gradient = unit.gradients.pop(place)
+            parameter.grad = None if place in unit.zeros else gradient
+            unit.zeros.discard(place)
 
     def _on_ready(self, parameter: torch.Tensor) -> None:
         """Backward has computed a gradient."""
         if self.accumulates:
-            self._has_local = True
+            self.has_local = True
             return
         unit, place = self._places[parameter]
-        if unit.is_under_way:
-            self.finish()  # `.grad` was cleared, with or without a step
         if not self._is_open or self._num_started == len(self._sequence):
             self._begin()
         self._used.add(parameter)
+        self._take(unit, place)
         unit.ready.add(place)
+        self._watch_backward()
         if len(unit.ready) < len(unit.parameters):
             return
         if self._num_steps == 1:
@@ -546,10 +563,11 @@ class _Exchanger:
         if self._num_steps == 1:
             self._agree_on_orders()
         self._session.begin_step()
-        self._is_open, self._num_started = True, 0
+        self._is_open, self._num_started, self.has_local = True, 0, False
         self._num_steps += 1
         if self._statistics:  # the forward pass has updated them
-            flats = torch.cat([one.detach().reshape(-1).float() for one in self._statistics])
+            wide = [one.to(torch.promote_types(one.dtype, torch.float)) for one in self._statistics]
+            flats = torch.cat([one.detach().reshape(-1) for one in wide])
             handle = self._session.engine.allreduce(
                 [flats],
                 names=("(running statistics)",),
@@ -558,17 +576,46 @@ class _Exchanger:
             )
             self._mean_statistics = handle, flats
 
+    def _watch_backward(self) -> None:
+        """Once for each backward pass, asks to be called at its end."""
+        number = torch._C._current_graph_task_id()
+        if number == self._backward:
+            return
+        self._backward = number
+        own = weakref.ref(self)
+
+        def end() -> None:
+            if (found := own()) is not None and found._is_open:
+                found._take_rest()
+
+        # What is inside another backward pass, as with checkpoints, ends earlier: more may follow.
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+
+    def _take(self, unit: _Unit, place: int) -> None:
+        """Lets the first read of a gradient wait for its mean; without a gradient, that is 0 here.
+
+        Whoever lists all gradients that are not None, as clipping does, must find the same ones on
+        all ranks before anything is waited for.
+        """
+        parameter = unit.parameters[place]
+        given = parameter.grad
+        if given is None and place not in unit.ready:
+            unit.zeros.add(place)
+        unit.gradients[place] = self._gather(unit, place, parameter)
+        if given is not None or parameter.requires_grad:
+            parameter.grad = pending_gradient(unit.gradients[place], self)
+
+    def _take_rest(self) -> None:
+        for unit in self._sequence[self._num_started :]:
+            for place in range(len(unit.parameters)):
+                if place not in unit.gradients:
+                    self._take(unit, place)
+
     def _start(self, unit: _Unit) -> None:
-        """Starts the exchange of a unit; gradients that backward has not computed are 0."""
+        """Starts the exchange of a unit."""
         self._num_started += 1
-        unit.gradients = [
-            self._gather(unit, place, parameter) for place, parameter in enumerate(unit.parameters)
-        ]
         buffer = flat(unit.gradients[0]) if len(unit.parameters) == 1 else unit.buffer
         assert buffer is not None
-        for parameter, gradient in zip(unit.parameters, unit.gradients, strict=True):
-            if parameter.grad is not None:
-                parameter.grad = pending_gradient(gradient, self)
         unit.future = self._session.exchange(unit.index, unit.names, buffer, unit.order)
 
     def _gather(self, unit: _Unit, place: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -579,11 +626,16 @@ class _Exchanger:
                 f"parameter {unit.names[place]!r} has a sparse gradient, and a "
                 "DistributedOptimizer takes dense ones: give its layer sparse=False, or use DDP."
             )
+        if (parameter.dtype, parameter.device) != (unit.dtype, unit.device):
+            raise UsageError(
+                f"parameter {unit.names[place]!r} is {_kind(parameter.dtype, parameter.device)} "
+                f"and was {_kind(unit.dtype, unit.device)} when the DistributedOptimizer was made: "
+                "convert or move the model before that, or make a new one."
+            )
         if len(unit.parameters) == 1 and given is not None and _is_like(given, parameter):
             return given
         if unit.buffer is None:
-            size = unit.spans[-1][1]
-            unit.buffer = torch.empty(size, dtype=parameter.dtype, device=parameter.device)
+            unit.buffer = torch.empty(unit.spans[-1][1], dtype=unit.dtype, device=unit.device)
         start, stop = unit.spans[place]
         view = _shaped(unit.buffer[start:stop], parameter)
         if given is None:
@@ -594,6 +646,7 @@ class _Exchanger:
 
     def _start_rest(self) -> None:
         """Starts what backward has left out, which other ranks may have used."""
+        self._take_rest()
         while self._num_started < len(self._sequence):
             self._start(self._sequence[self._num_started])
         if self._num_steps == 1 and not self._has_agreed:
@@ -601,12 +654,13 @@ class _Exchanger:
 
     def step(self) -> None:
         """Notes what to update with, and updates what has arrived."""
-        if not self._is_open and self._has_local:
+        if self.has_local and (self._has_stepped or not self._is_open):
             raise UsageError(
                 "step was called, and all gradients since the last one were accumulated in "
                 "no_sync(), so ranks have not exchanged them: leave no_sync() before the last "
                 "backward pass of a step."
             )
+        self._check_parameters()
         if self._is_open and not self._has_stepped:
             self._start_rest()
             reason = self._why_whole
@@ -622,8 +676,21 @@ class _Exchanger:
         self.finish()
         self._inner.step()
 
+    def _check_parameters(self) -> None:
+        """Refuses gradients that were not exchanged."""
+        for number, group in enumerate(self._inner.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and parameter not in self._places:
+                    raise UsageError(
+                        f"parameter {place} of group {number} of the optimizer has a gradient and "
+                        "had none to exchange when the DistributedOptimizer was made, because it "
+                        "was frozen or not there: make the DistributedOptimizer when all that is "
+                        "ever trained has requires_grad, and freeze parameters after that."
+                    )
+
     def _step_apart(self) -> None:
         """Lets each parameter be updated when its mean is there."""
+        self._inner._opt_called = True  # for schedulers that know the wrapped optimizer
         for hook in list(self._inner._optimizer_step_pre_hooks.values()):
             hook(self._inner, (), {})
         # The user may change options before an update is made.
@@ -636,7 +703,7 @@ class _Exchanger:
             unit.updates = {}
             for place, parameter in enumerate(unit.parameters):
                 given = parameter.grad
-                if isinstance(given, PendingGradient) or place not in unit.ready:
+                if isinstance(given, PendingGradient):
                     unit.updates[parameter] = unit.gradients[place]
                 elif given is not None:  # put there by the user
                     unit.updates[parameter] = given
@@ -714,17 +781,11 @@ class _Exchanger:
             return
         self._end_statistics()
         for unit in self._units:
-            for place, (parameter, gradient) in enumerate(
-                zip(unit.parameters, unit.gradients, strict=True)
-            ):
+            for place, gradient in unit.gradients.items():
+                parameter = unit.parameters[place]
+                is_used = self._is_used(parameter, gradient)
                 if isinstance(parameter.grad, PendingGradient):
-                    parameter.grad = gradient
-                elif (
-                    parameter.grad is None
-                    and place not in unit.ready
-                    and self._is_used(parameter, gradient)
-                ):
-                    parameter.grad = gradient
+                    parameter.grad = gradient if is_used else None
         self._close()
 
     def _wait(self, unit: _Unit) -> None:
@@ -750,6 +811,8 @@ class _Exchanger:
                     unmark_parameter(parameter)
                 if self._is_used(parameter, gradient):
                     updates[parameter] = gradient
+                elif isinstance(parameter.grad, PendingGradient):
+                    parameter.grad = None
         if updates:
             self._step_some(updates, options)
         for unit in units:
@@ -784,7 +847,7 @@ class _Exchanger:
         """Ends the step."""
         for unit in self._units:
             unit.clear()
-        self._is_open = self._has_stepped = self._has_local = False
+        self._is_open = self._has_stepped = False
         self._session.end_step()
 
     def _end_statistics(self) -> None:
@@ -810,6 +873,23 @@ class _Exchanger:
         self._why_whole = self._why_whole or "torch.compile reads parameters past Python"
         if self._has_stepped:
             self.finish()
+
+
+class _Need:
+    """A hook of a module that waits for its parameters; in copies and pickles it does nothing."""
+
+    def __init__(self, exchanger: _Exchanger | None = None) -> None:
+        self._own = None if exchanger is None else weakref.ref(exchanger)
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling() or self._own is None or (found := self._own()) is None:
+            return
+        for parameter in module._parameters.values():
+            if type(parameter) is PendingParameter:
+                found.need_parameter(parameter)
+
+    def __reduce__(self) -> Any:
+        return _Need, ()
 
 
 _exchangers: weakref.WeakSet[_Exchanger] = weakref.WeakSet()
@@ -938,7 +1018,13 @@ def _new_unit(index: int, names: Sequence[str], parameters: Sequence[torch.Tenso
         names=tuple(names),
         parameters=tuple(parameters),
         spans=tuple(zip([0, *stops[:-1]], stops, strict=True)),
+        dtype=parameters[0].dtype,
+        device=parameters[0].device,
     )
+
+
+def _kind(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device}"
 
 
 def _is_like(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
