@@ -132,7 +132,7 @@ class TrainConfig:
     strategy: Annotated[str | None, _exchange(help="ps, ring, hierarchical or allreduce.")] = None
     order: Annotated[str | None, _exchange("--schedule", help=SCHEDULE)] = None
     """The schedule of a DistributedOptimizer; None trains with DDP."""
-    slice: Annotated[str | None, _exchange(help="Bytes of a message of --schedule; 1MiB.")] = None
+    slice: Annotated[str | None, _exchange(help="Bytes of a message of --schedule; 512KiB.")] = None
     credit: Annotated[
         str | None, _exchange(help="Bytes on their way out at once, of --schedule; 4 slices.")
     ] = None

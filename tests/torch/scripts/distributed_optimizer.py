@@ -210,7 +210,7 @@ def error_of(call):
     return None
 
 
-# --- cases: what they return on each rank is compared by the tests ---------------------------------
+# --- cases: what they return on each rank is compared by the tests --------------------------------
 
 
 def both(rank, script, kinds=("ddp", "own"), delays=0.003, own=None, **options):
@@ -617,9 +617,7 @@ def hooks(rank):
         calls = []  # a hook before the step sees gradients of this rank, so only counts
         run.inner.register_step_pre_hook(lambda *_: calls.append("before"))
         run.train(range(2))
-        run.inner.register_step_post_hook(
-            lambda *_: calls.append(digest(*run.module.parameters()))
-        )
+        run.inner.register_step_post_hook(lambda *_: calls.append(digest(*run.module.parameters())))
         run.train(range(2, 4))
         return calls
 
@@ -773,7 +771,9 @@ def stress(rank, seeds, codec="none"):
         hold_up(slow.sync.engine.transport, 0.004, 100 * seed + rank)
         numbers = random.Random(1000 * seed + rank)
         for module in slow.module.modules():  # and the layers of this rank
-            module.register_forward_pre_hook(lambda *_: time.sleep(0.001 * numbers.random()))
+            module.register_forward_pre_hook(
+                lambda *_, own=numbers: time.sleep(0.001 * own.random())
+            )
         slow.train(range(3))
         found.append([quick.told() == slow.told(), slow.bits()])
     return found
