@@ -585,7 +585,7 @@ class _Exchanger:
                 found._take_rest()
 
         # What is inside another backward pass, as with checkpoints, ends earlier: more may follow.
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _take(self, unit: _Unit, place: int) -> None:
         """Lets the first read of a gradient wait for its mean; without a gradient, that is 0 here.
