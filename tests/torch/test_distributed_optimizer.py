@@ -57,41 +57,59 @@ REFUSED = {
 }
 
 
+ALONE = {
+    "test_momentum_is_exchanged_as_with_ddp": ["exchange"],
+    "test_momentum_survives_what_users_do": ["exchange_loads", "inner_cleared"],
+    "test_a_frozen_layer_stays": ["frozen"],
+    "test_running_statistics_are_averaged": ["norms", "parts"],
+    "test_two_models_do_not_meet": ["two_models"],
+    "test_hooks_of_the_wrapped_optimizer_are_called": ["hooks", "schedulers_of_inner"],
+    "test_what_cannot_work_is_said": ["refused"],
+    "test_what_is_dropped_ends": ["dropped"],
+}
+"""Tests with cases of their own."""
+
+
 @pytest.fixture(scope="module")
 def told(request, tmp_path_factory):
+    """Plays what the selected tests need."""
     file = str(tmp_path_factory.mktemp("saved") / "file")
-    cases = {key: [key.partition(",")[0], options] for key, options in LIKE_DDP.items()}
+    cases = {}
+    for name in selected(request, "test_what_users_do_gives_what_ddp_gives", "name"):
+        cases[name] = [name.partition(",")[0], LIKE_DDP[name]]
     for opt, schedule, clear in selected(
         request, "test_losses_and_bits_are_those_of_ddp", "opt", "schedule", "clear"
     ):
         options = {"opt": opt, "schedule": schedule, "clear": clear}
         cases[f"{opt} {schedule} {clear}"] = ["equal", options]
-    for how in READ:
+    for how in selected(request, "test_whoever_reads_waits", "how"):
         cases[f"read {how}"] = ["read", {"how": how}]
-    for codec, strategy in REPLICAS:
+    for codec, strategy in selected(
+        request, "test_replicas_have_the_same_bits", "codec", "strategy"
+    ):
         options = {"codec": codec, "strategy": strategy}
         cases[f"{codec} {strategy}"] = ["replicas", options]
-    for name in (
-        "exchange", "exchange_loads", "inner_cleared", "frozen", "norms", "parts", "two_models",
-        "hooks", "schedulers_of_inner", "refused", "dropped",
-    ):  # fmt: skip
-        cases[name] = [name, {}]
-    for schedule in SCHEDULES:
+    for schedule in selected(request, "test_ranks_agree_on_orders", "schedule"):
         cases[f"order {schedule}"] = ["other_order", {"schedule": schedule}]
     for num in selected(request, "test_no_delay_changes_anything", "num_runs"):
         cases[f"stress {num}"] = ["stress", {"seeds": list(range(num))}]
-    cases["expected"] = ["expected", {"steps": 3}]
+    tests = {getattr(item, "originalname", None) for item in request.session.items}
+    for test in tests & set(ALONE):
+        cases |= {name: [name, {}] for name in ALONE[test]}
+    first = [{"id": "cases", "do": "play_cases", "ranks": RANKS, "cases": cases}]
+    second, third = [], []
+    if "test_the_last_step_is_made_at_exit" in tests:
+        cases["expected"] = ["expected", {"steps": 3}]
+        second.append({"id": "ends", "do": "ends", "ranks": RANKS})
+    if "test_compiled_models_train_alike" in tests:
+        second.append({"id": "compiled", "do": "compiled", "ranks": 2})
+    if "test_fewer_ranks_go_on" in tests:
+        second.append({"id": "first", "do": "first_half", "ranks": 3, "file": file})
+        third.append({"id": "second", "do": "second_half", "ranks": 2, "file": file})
+    if "test_one_process_only_steps" in tests:
+        second.append({"id": "one", "do": "one_process", "ranks": 1})
     env = {"HIPRESS_TIMEOUT": "60"}
-    stages = [
-        [{"id": "cases", "do": "play_cases", "ranks": RANKS, "cases": cases, "env": env}],
-        [
-            {"id": "ends", "do": "ends", "ranks": RANKS, "env": env},
-            {"id": "compiled", "do": "compiled", "ranks": 2, "env": env},
-            {"id": "first", "do": "first_half", "ranks": 3, "file": file, "env": env},
-            {"id": "one", "do": "one_process", "ranks": 1},
-        ],
-        [{"id": "second", "do": "second_half", "ranks": 2, "file": file, "env": env}],
-    ]
+    stages = [[{**one, "env": env} for one in stage] for stage in (first, second, third)]
     return scenarios.play(SCRIPT, *stages)
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # once here: the first optimizer of every scenario would, for seconds
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -772,14 +771,14 @@ def stress(rank, seeds, codec="none"):
         numbers = random.Random(1000 * seed + rank)
         for module in slow.module.modules():  # and the layers of this rank
             module.register_forward_pre_hook(
-                lambda *_, own=numbers: time.sleep(0.001 * own.random())
+                lambda *_, numbers=numbers: time.sleep(0.001 * numbers.random())
             )
         slow.train(range(3))
         found.append([quick.told() == slow.told(), slow.bits()])
     return found
 
 
-def ends(rank, num_ranks, id, destroys=False):
+def ends(rank, num_ranks, id):
     """The last step is under way when the program ends; ranks are not equally fast."""
     run = Run("own", rank, delays=0.03)
 
@@ -791,8 +790,6 @@ def ends(rank, num_ranks, id, destroys=False):
     atexit.register(_finish_all)
     run.train(range(3))
     time.sleep(0.3 * rank)
-    if destroys:
-        dist.destroy_process_group()
     return run.pending()
 
 
@@ -864,13 +861,10 @@ def play_cases(rank, num_ranks, cases):
     torch.set_num_threads(1)
     found = {}
     for key, (name, options) in cases.items():
-        start = time.monotonic()
         try:
             found[key] = globals()[name](rank, **options)
         except Exception as error:
             found[key] = {"error": [type(error).__name__, str(error), traceback.format_exc()]}
-        if "-v" in sys.argv:
-            print(key, round(time.monotonic() - start, 1), file=sys.stderr, flush=True)
     return found
 
 
