@@ -133,6 +133,6 @@ def test_an_unknown_hook_names_the_nearest() -> None:
     with pytest.raises(UsageError) as caught:
         check_hook("powersgd-3")
     assert str(caught.value) == (
-        "hook 'powersgd-3' (did you mean 'powersgd-4'?) is none of ddp, ddp-4mb, ddp-100mb, fp16, powersgd-1, "
-        "powersgd-2, powersgd-4; choose one."
+        "hook 'powersgd-3' (did you mean 'powersgd-4'?) is none of ddp, ddp-4mb, ddp-100mb, fp16, "
+        "powersgd-1, powersgd-2, powersgd-4; choose one."
     )
