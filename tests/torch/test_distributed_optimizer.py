@@ -46,7 +46,7 @@ READ = (
     "evaluation", "average", "state", "optimizer", "copy", "saved", "data", "vector", "functional",
 )  # fmt: skip
 REPLICAS = [("onebit", "ps"), ("int8", "ps"), ("topk(ratio=0.05)", "ps"), ("onebit", "ring")]
-NUM_STRESS, NUM_FULL_STRESS = 6, 500
+NUM_STRESS, NUM_FULL_STRESS = 6, 40
 REFUSED = {
     "moved": "is float64 on cpu and was float32 on cpu when the DistributedOptimizer was made",
     "unfrozen": "parameter 4 of group 0 of the optimizer has a gradient and had none to exchange",

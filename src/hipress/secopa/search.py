@@ -39,7 +39,7 @@ WORTH = 0.002
 MOST_TRIES = 8
 """The most sizes, and the most numbers of buckets, that are tried."""
 
-SLICES = (2**19, 2**18, 2**21)
+SLICES = (2**19, 2**18, 2**22)
 """Bytes of the slices that are tried, the usual size first."""
 
 CREDITS = (4, 1, 16)
