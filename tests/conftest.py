@@ -36,6 +36,7 @@ rest of these files, `test_policy.py`, `test_nothing_is_lost.py`, `test_attach.p
 JOBS = (
     *RANKS,
     "tests/torch/test_attach.py",
+    "tests/torch/test_distributed_optimizer.py",
     "tests/torch/test_momentum_ranks.py",
     "tests/torch/test_frameworks.py",
     "tests/torch/test_guard_ranks.py",

@@ -61,8 +61,9 @@ COMPLL = BACKENDS | {"tools"}
 CODECS = COMPLL | {"codecs"}
 CASYNC = CODECS | {"graphs", "casync"}
 SESSION = CASYNC | {"probe", "secopa", "session"}
-# A framework adapter talks to the session; it needs no engine, probe or planner.
-DOORS = GROUND | {"codecs", "session", "doors"}
+# A framework adapter talks to the session; it needs no engine, probe or planner. The orders of a
+# schedule are pure data.
+DOORS = GROUND | {"codecs", "graphs", "session", "doors"}
 # "public" is hipress/__init__.py: what a user would call. Rooms below the doors never use it.
 UPPER = SESSION | DOORS | {"public", "processes"}
 

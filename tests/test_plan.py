@@ -47,6 +47,9 @@ FULL = Plan(
     step_s=0.25,
     plain_step_s=0.5,
     made_from="a test",
+    schedule="overlap",
+    slice_bytes=2**20,
+    credit_bytes=2**22,
     gradients={
         "a": Decision(
             codec="int8", strategy="ring", partitions=2, bulk=0, order=-3, numel=7,
@@ -81,6 +84,13 @@ def test_a_plan_of_version_1(write, tmp_path):
     assert plan == Plan(gradients={"a": Decision(codec="onebit")})
     plan.save(tmp_path / "new.json")
     assert json.loads((tmp_path / "new.json").read_text())["version"] == VERSION
+
+
+def test_a_plan_of_version_2_plans_no_schedule(write):
+    """Catches: plans that others wrote before refused; an order that nobody has planned."""
+    plan = Plan.load(write({"version": 2, "gradients": {"a": {"codec": "int8", "order": 1}}}))
+    assert (plan.schedule, plan.slice_bytes, plan.credit_bytes) == (None, None, None)
+    assert plan == Plan(gradients={"a": Decision(codec="int8", order=1)})
 
 
 def test_saving_replaces_the_file_at_once(tmp_path):
@@ -150,6 +160,10 @@ def test_a_plan_does_not_change():
         ({"gradients": {"a": {"numel": -1}}}, "gradients.a.numel"),
         ({"gradients": {"a": {"plain_s": float("inf")}}}, "gradients.a.plain_s"),
         ({"plans": {}}, "plans"),
+        ({"schedule": "lifo"}, "schedule"),
+        ({"slice_bytes": 0}, "slice_bytes"),
+        ({"slice_bytes": 1.5}, "slice_bytes"),
+        ({"credit_bytes": -1}, "credit_bytes"),
     ],
 )
 def test_what_is_no_plan(write, content, where):
@@ -160,7 +174,7 @@ def test_what_is_no_plan(write, content, where):
     text = str(refused.value)
     assert text.startswith(f"plan {str(path)!r} is not a plan: {where}: ")
     assert text.endswith(
-        '; write {"version": 2, "gradients": {"fc.weight": {"codec": "onebit"}}}, or lines '
+        '; write {"version": 3, "gradients": {"fc.weight": {"codec": "onebit"}}}, or lines '
         "name,size,y|n,partitions or name,y|n,partitions."
     )
     assert "\n" not in text
@@ -168,8 +182,8 @@ def test_what_is_no_plan(write, content, where):
 
 def test_a_newer_plan(write):
     """Catches: a plan of which this reader knows half."""
-    with pytest.raises(UsageError, match="has version 3 and this hipress reads up to 2; update"):
-        Plan.load(write({"version": 3, "gradients": [], "new": 1}))
+    with pytest.raises(UsageError, match="has version 4 and this hipress reads up to 3; update"):
+        Plan.load(write({"version": 4, "gradients": [], "new": 1}))
 
 
 def test_no_file(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hipress.errors import UsageError
-from hipress.profile import Profile, version_of
+from hipress.profile import VERSION, Profile, version_of
 from tests.secopa.made_up import profile
 
 TEXT = profile().model_dump_json()
@@ -39,6 +39,7 @@ def test_a_saved_profile_is_read_as_it_was(tmp_path):
         (("model", "bucket_mb"), 0, "model.bucket_mb"),
         (("model", "element_bytes"), 0, "model.element_bytes"),
         (("version",), 0, "version"),
+        (("model", "gradients", 0, "needed_s"), -1, "model.gradients.0.needed_s"),
         (("model", "gradients", 1, "name"), "g0", "model: gradient 'g0' is there twice"),
         (("model", "buckets"), [["g0", "g1"], [], ["g2", "g3"]], "model: a bucket is empty"),
         (("model", "buckets"), [["g0", "g1", "g2"]], "model: gradient 'g3' is in no bucket"),
@@ -60,6 +61,27 @@ def test_buckets_that_hold_every_gradient_are_taken():
     """Catches: a check that buckets of DDP do not pass."""
     text = changed("model", "buckets", value=[["g1", "g0"], ["g3", "g2"]])
     assert Profile.parse(text).model.buckets == (("g1", "g0"), ("g3", "g2"))
+
+
+def test_a_profile_of_version_1_has_no_moments_of_forward(tmp_path):
+    """Catches: older profiles that are refused; one saved as version 1 with new fields."""
+    document = json.loads(TEXT) | {"version": 1}
+    for gradient in document["model"]["gradients"]:
+        del gradient["needed_s"]
+    found = Profile.parse(json.dumps(document))
+    assert found == profile()
+    found.save(tmp_path / "p.json")
+    assert json.loads((tmp_path / "p.json").read_text())["version"] == VERSION
+
+
+def test_a_forward_pass_that_was_not_measured_is_the_mirror_image_of_backward():
+    """Catches: the first layer, which backward computes last, needed last."""
+    model = profile(numels=(1, 1, 1, 1), forward_s=2.0, backward_s=8.0).model
+    assert [model.needed_s_of(one) for one in model.gradients] == [1.5, 1.0, 0.5, 0.0]
+    known = [one.model_copy(update={"needed_s": 5.0}) for one in model.gradients]
+    assert [model.needed_s_of(one) for one in known] == [2.0] * 4  # the forward pass has no more
+    at_once = profile(numels=(1, 1), forward_s=2.0).model
+    assert [at_once.needed_s_of(one) for one in at_once.gradients] == [0.0, 0.0]
 
 
 def test_a_newer_profile_says_so_though_it_has_other_fields():

@@ -92,6 +92,7 @@ events_of_any_kind = st.builds(
     end_ns=st.integers(0, 2**63),
     label=names,
     wire_bytes=st.none() | st.integers(0, 2**40),
+    priority=st.none() | st.integers(-1, 2**20),
 )
 
 
@@ -268,7 +269,7 @@ def test_what_is_told_of_an_event():
             rank(
                 0,
                 event("compute", 0, 5, "encode", name="w1", chunk=3, label="a.weight[0:8]"),
-                event("send", 5, 9, "send", name="w1", chunk=3, wire_bytes=0),
+                event("send", 5, 9, "send", name="w1", chunk=3, wire_bytes=0, priority=0),
                 event(MODEL, 0, 9, "backward", chunk=7, name=""),
                 event(BUCKETS, 4, 4, "ready", name="bucket 2", chunk=2, label="a.weight, a.bias"),
             )
@@ -277,7 +278,7 @@ def test_what_is_told_of_an_event():
     (encode,), (send,) = of_kind(trace, "X", name="encode"), of_kind(trace, "X", name="send")
     assert encode["cat"] == "encode"
     assert encode["args"] == {"gradient": "a.weight[0:8]", "chunk": 3, "synchronisation": "w1"}
-    assert send["args"] == {"chunk": 3, "synchronisation": "w1", "bytes": 0}
+    assert send["args"] == {"chunk": 3, "synchronisation": "w1", "bytes": 0, "priority": 0}
     (backward,) = of_kind(trace, "X", name="backward")
     assert backward["args"] == {"step": 7}
     (ready,) = of_kind(trace, "i")

@@ -11,18 +11,23 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hipress.errors import UsageError
 from hipress.profile import version_of
 
-VERSION = 2
-"""Version of written plans; version 1 had only codec, strategy, partitions and reason."""
+VERSION = 3
+"""Version of written plans. Version 1 had only codec, strategy, partitions and reason; version 2
+had no schedule."""
 
 ANY = "any"
 """Placeholder for a codec or strategy that the user of the plan names separately."""
+
+ScheduleName = Literal["fifo", "priority", "overlap"]
+"""In which order messages leave where a training loop waits for single parameters;
+`casync/graphs/schedules.py` says what each means."""
 
 LARGE_NUMEL = 2**17
 """Uncompressed gradients of at least so many elements use the transport's own all-reduce; smaller
@@ -111,6 +116,13 @@ class Plan(BaseModel):
     """Predicted time of a step with nothing compressed."""
     made_from: str = ""
     """Description, for people, of the costs that the plan was made from."""
+    schedule: ScheduleName | None = None
+    """The order in which messages leave; None: not planned. `hipress.attach` has no use for it,
+    because DDP decides the order of its buckets, nor for the next two."""
+    slice_bytes: int | None = Field(default=None, ge=1)
+    """About the size of a message under the schedule; None: not planned."""
+    credit_bytes: int | None = Field(default=None, ge=1)
+    """Most bytes that a rank has under way at once under the schedule; None: not planned."""
     gradients: dict[str, Decision] = Field(default_factory=dict)
     """Decisions by parameter name; gradients that are not named are sent uncompressed."""
 

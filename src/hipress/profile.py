@@ -17,7 +17,8 @@ from pydantic_core import from_json
 
 from hipress.errors import UsageError
 
-VERSION = 1
+VERSION = 2
+"""Version of written profiles; version 1 had no `needed_s`."""
 
 
 def version_of(found: object, other: str = "") -> int:
@@ -198,6 +199,8 @@ class GradientProfile(_Value):
     dims: int = Field(default=2, ge=0)
     ready_s: float = Field(ge=0)
     """Work of backward before the gradient is ready."""
+    needed_s: float | None = Field(default=None, ge=0)
+    """Work of the forward pass before the parameter is first used; None if it is not known."""
     errors: dict[str, float] = Field(default_factory=dict)
     """By codec, the error of one message of this gradient, as a share of its norm."""
 
@@ -248,6 +251,17 @@ class ModelProfile(_Value):
     def num_elements(self) -> int:
         """The number of elements of all gradients."""
         return sum(gradient.numel for gradient in self.gradients)
+
+    def needed_s_of(self, gradient: GradientProfile) -> float:
+        """Returns the work of the forward pass before a parameter is first used.
+
+        Where it was not measured, the forward pass is taken for the mirror image of backward.
+        """
+        if gradient.needed_s is not None:
+            return min(gradient.needed_s, self.forward_s)
+        last_s = max(one.ready_s for one in self.gradients)
+        share = gradient.ready_s / last_s if last_s > 0 else 1.0
+        return self.forward_s * (1 - share)
 
 
 class Profile(_Value):
@@ -306,7 +320,8 @@ class Profile(_Value):
                 "update hipress, or measure again."
             )
         try:
-            return cls.model_validate_json(text)
+            # Fields that an older version lacks have their defaults now.
+            return cls.model_validate_json(text).model_copy(update={"version": VERSION})
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"

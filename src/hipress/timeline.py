@@ -62,6 +62,8 @@ class Event:
     """Names of the gradients, and the part of them."""
     wire_bytes: int | None = None
     """Size of the message, if it is known."""
+    priority: int | None = None
+    """Its place in the order of a schedule; lower numbers go first. None without a schedule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +255,8 @@ def _drawn(event: Event, at: Mapping[str, int], shift_ns: int) -> dict[str, Any]
         args |= {"chunk": event.chunk, "synchronisation": event.name}
     if event.wire_bytes is not None:
         args["bytes"] = event.wire_bytes
+    if event.priority is not None:
+        args["priority"] = event.priority
     shape: dict[str, Any] = {"ph": "i", "s": "t"}
     if event.end_ns != event.start_ns:
         shape = {"ph": "X", "dur": _us(event.end_ns - event.start_ns)}

@@ -42,6 +42,7 @@ def variant(name: str, samples_s: list[float], **changes: object) -> dict[str, A
         "variant": name,
         "codec": None,
         "strategy": None,
+        "schedule": None,
         "note": None,
         "samples_s": samples_s,
         "wire_bytes": None,
@@ -132,6 +133,6 @@ def test_an_unknown_hook_names_the_nearest() -> None:
     with pytest.raises(UsageError) as caught:
         check_hook("powersgd-3")
     assert str(caught.value) == (
-        "hook 'powersgd-3' (did you mean 'powersgd-4'?) is none of ddp, fp16, powersgd-1, "
-        "powersgd-2, powersgd-4; choose one."
+        "hook 'powersgd-3' (did you mean 'powersgd-4'?) is none of ddp, ddp-4mb, ddp-100mb, fp16, "
+        "powersgd-1, powersgd-2, powersgd-4; choose one."
     )

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from hipress.casync.graphs.schedules import Schedule
 from hipress.cli.main import main
 from hipress.cli.plan import PlanReport, _warn
 from hipress.errors import UsageError
 from hipress.plan import ANY, Decision, Plan
 from hipress.profile import Curve, GradientProfile, ModelProfile, Profile
+from hipress.secopa.search import ScheduleTry
 from tests.secopa import vgg19
 from tests.secopa.test_planner import profile
 
@@ -185,6 +187,12 @@ class Found:
     step_s: float
     plain_step_s: float
     everything: dict[str, float]
+    schedules: tuple[ScheduleTry, ...] = ()
+
+
+def tried(name, is_compressed, step_s, slice_bytes=2**20):
+    schedule = Schedule(name=name, slice_bytes=slice_bytes, credit_bytes=4 * slice_bytes)
+    return ScheduleTry(schedule=schedule, is_compressed=is_compressed, step_s=step_s)
 
 
 @pytest.fixture
@@ -204,9 +212,13 @@ def asked(monkeypatch):
         return Found(
             plan=Plan(
                 num_ranks=4, gradients=gradients, made_from="a stand-in", step_s=0.02,
-                plain_step_s=0.05,
+                plain_step_s=0.05, schedule="overlap", slice_bytes=2**20, credit_bytes=2**22,
             ),
             step_s=0.02, plain_step_s=0.05, everything={"int8, ring": 0.03, "onebit, ps": 0.021},
+            schedules=(
+                tried("overlap", True, 0.018), tried("fifo", True, 0.019),
+                tried("fifo", True, 0.0195, 2**18), tried("overlap", False, 0.04),
+            ),
         )  # fmt: skip
 
     class Budget:
@@ -269,6 +281,24 @@ def test_a_step_is_explained(asked, capsys):
     assert "plan.json:" in lines
 
 
+def test_schedules_are_explained_beside_ddp(asked, capsys):
+    """Catches: a table of all tries, without DDP, or with the wrong sizes."""
+    assert run("--profile", "job.json") == 0
+    assert "fifo" not in capsys.readouterr().out
+    assert run("--profile", "job.json", "--explain") == 0
+    said = capsys.readouterr().out
+    title = "Without DDP, by schedule; the best of 4 settings"
+    table = [line.split() for line in said[said.index(title) :].splitlines()]
+    assert [line for line in table if line and line[0] in ("DDP", "fifo", "overlap")] == [
+        ["DDP", "as", "planned", "-", "-", "20.0"],
+        ["DDP", "nothing", "compressed", "-", "-", "50.0"],
+        ["overlap", "as", "planned", "1.05", "4.19", "18.0"],
+        ["fifo", "as", "planned", "1.05", "4.19", "19.0"],
+        ["overlap", "nothing", "compressed", "1.05", "4.19", "40.0"],
+    ]
+    assert "The plan names overlap, for loops without DDP" in said
+
+
 def test_a_step_as_json(asked, capsys):
     """Catches: numbers that are in the table and not in the document."""
     assert run("--profile", "job.json", "--json") == 0
@@ -276,6 +306,13 @@ def test_a_step_as_json(asked, capsys):
     assert found["everything_step_s"] == {"int8, ring": 0.03, "onebit, ps": 0.021}
     assert (found["step_s"], found["plain_step_s"]) == (0.02, 0.05)
     assert [row["ready_s"] for row in found["rows"]] == [0.004, 0.0041, 0.009]
+    assert (found["schedule"], found["slice_bytes"], found["credit_bytes"]) == (
+        "overlap", 2**20, 2**22,
+    )  # fmt: skip
+    assert len(found["schedules"]) == 4 and found["schedules"][2] == {
+        "schedule": "fifo", "compressed": True, "slice_bytes": 2**18, "credit_bytes": 2**20,
+        "step_s": 0.0195,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

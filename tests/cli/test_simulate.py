@@ -132,6 +132,45 @@ def test_plans_are_played_besides():
     assert found[0]["step_s"] > found[3]["step_s"] > found[1]["step_s"]
 
 
+def test_schedules_are_simulated_with_every_choice(capsys):
+    """Catches: a schedule that is not simulated, or in place of DDP."""
+    sizes = {"slice_bytes": 2**19, "credit_bytes": 2**21}
+    decisions = {"g0": Decision(codec="onebit")}
+    Plan(gradients=decisions, schedule="overlap", **sizes).save("mine.json")
+    argv = ["--codec", "onebit", "--strategy", "ps", "--plan", "mine.json"]
+    without = rows(*argv)
+    assert {row["schedule"] for row in without} == {None}
+    assert "schedule" not in capsys.readouterr().out
+    found = rows(*argv, "--schedule", "overlap,fifo")
+    assert [(row["codec"], row["strategy"], row["schedule"]) for row in found] == [
+        ("none", "allreduce", None), ("none", "ps", "fifo"), ("none", "ps", "overlap"),
+        ("onebit", "ps", None), ("onebit", "ps", "fifo"), ("onebit", "ps", "overlap"),
+        ("mine.json", None, None), ("mine.json", None, "fifo"), ("mine.json", None, "overlap"),
+    ]  # fmt: skip
+    for before, after in zip(without, found[::3], strict=True):
+        assert before["step_s"] == after["step_s"]
+    assert len({row["step_s"] for row in found[-3:]}) == 3
+    assert {row["slice_bytes"] for row in found[1:-1] if row["schedule"]} == {2**20}
+    assert (found[-1]["slice_bytes"], found[-1]["credit_bytes"]) == (2**19, 2**21)
+    said = capsys.readouterr().out
+    assert "schedule" in said and "overlap" in said
+
+
+def test_a_schedule_is_named_where_it_is_best(capsys):
+    found = rows("--codec", "none", "--schedule", "overlap", "--rate", "10gbit")
+    assert [row["is_best"] for row in found] == [False, True]
+    assert "none with ps and schedule overlap, 1." in capsys.readouterr().out
+
+
+def test_a_timeline_of_a_schedule_shows_what_forward_waits_for(capsys):
+    argv = ["--codec", "onebit", "--schedule", "overlap", "--timeline", "t.json"]
+    assert run("--profile", "profile.json", *argv) == 0
+    trace = json.loads(Path("t.json").read_text())
+    assert check_trace(trace) == []
+    assert "stall" in {event["name"] for event in trace["traceEvents"]}
+    assert "t.json: none ps overlap on 4 ranks (the first of several" in capsys.readouterr().err
+
+
 def test_a_text_plan_is_played_with_the_codec_beside_it(capsys):
     """Catches: a plan that leaves the codec open and cannot be played, or with another codec."""
     Path("SeCoPaPlan.txt").write_text("g0,y,4\ng1,n,4\n")
@@ -191,7 +230,10 @@ def test_a_timeline_of_the_first_setting(capsys):
     assert "t.json: onebit ps on 4 ranks (the first of several settings)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("varied", [["--nodes", "2,4"], ["--rate", "1gbit,10gbit"]])
+@pytest.mark.parametrize(
+    "varied",
+    [["--nodes", "2,4"], ["--rate", "1gbit,10gbit"], ["--nodes", "2,4", "--schedule", "fifo"]],
+)
 def test_a_plot_is_a_png(varied):
     """Catches: a plot that fails for one kind of sweep."""
     pytest.importorskip("matplotlib")
@@ -219,6 +261,8 @@ PROFILE, PRESET = ["--profile", "profile.json"], ["--preset", "aws-v100", "--mod
         (["--profile", "nothing.json"], "profile 'nothing.json' cannot be read"),
         (["--published", "--nodes", "4"], "--nodes 4 does not go with --published"),
         (["--published", "--strategy", "ps"], "--strategy ps does not go with --published"),
+        ([*PROFILE, "--schedule", "fifo,prio"], "schedule 'prio'"),
+        (["--published", "--schedule", "fifo"], "--schedule fifo does not go with --published"),
         (["--published", "--auto"], "--auto does not go with --published"),
         (["--published", "--own-machines"], "--own-machines does not go with --published"),
         (

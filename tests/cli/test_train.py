@@ -95,6 +95,8 @@ def test_without_evaluations(tmp_path):
     "options, num_ranks, codec",
     [
         ({}, 1, "uncompressed"),
+        ({"order": "overlap"}, 2, "momentum(ef(onebit), mu=0.9, nesterov=false)"),
+        ({"order": "overlap", "optimizer": "adamw"}, 2, "onebit"),
         ({"strategy": "ring"}, 1, "momentum(ef(onebit), mu=0.9, nesterov=false)"),
         ({}, 2, "momentum(ef(onebit), mu=0.9, nesterov=false)"),
         ({"nesterov": True, "momentum": 0.8}, 2, "momentum(ef(onebit), mu=0.8, nesterov=true)"),
@@ -210,6 +212,18 @@ def test_momentum_is_not_applied_twice(caplog):
             "Not a directory; give --log a file in a folder that exists",
         ),
         (["--timeline", "no/x"], "--timeline: folder /"),
+        (
+            ["--schedule", "overlap", "--codec", "uncompressed"],
+            "leaves gradients to DDP, so --schedule has nothing to act on; leave it out, or give "
+            "--codec none",
+        ),
+        (["--schedule", "fifo", "--codec", "auto"], "give a codec, or none to send gradients as"),
+        (["--schedule", "prio"], "schedule 'prio'"),
+        (["--schedule", "fifo", "--strategy", "allreduce"], "give ps, ring or hierarchical"),
+        (["--schedule", "fifo", "--slice", "1kB"], "--slice is 1000 bytes; give 16384 at least"),
+        (["--schedule", "fifo", "--credit", "many"], "size 'many' is not a number of bytes"),
+        (["--slice", "1MiB"], "--slice has an effect only with --schedule; leave it out."),
+        (["--credit", "4MiB"], "--credit has an effect only with --schedule; leave it out."),
     ],
 )
 def test_refusals_are_one_sentence(argv, sentence, capsys):
@@ -235,6 +249,8 @@ def test_what_is_said_of_each_kind_of_exchange():
     assert "gradients go as DDP sends them" in plain
     plan = train.introduction(facts(codec="plan", strategy=None))
     assert "plan for 1 of 2 gradients" in plan
+    ordered = train.introduction(facts(schedule="overlap"))
+    assert "of the elements), schedule overlap; steps 0 to 10" in ordered
     alone = train.introduction(facts(num_ranks=1))
     assert "one rank: gradients are not exchanged, but onebit is applied" in alone
 
@@ -282,6 +298,7 @@ def test_every_option_reaches_the_config(monkeypatch):
         "--warmup-lr": 0.01, "--clip-norm": 2.0, "--accumulate": 4, "--amp": "bf16", "--seed": 6,
         "--checkpoint": "c", "--checkpoint-every": 8, "--log-every": 12, "--eval-every": 3.0,
         "--check-every": 13, "--timeline": "t.json", "--device": "cpu", "--backend": "gloo",
+        "--schedule": "overlap", "--slice": "1MiB", "--credit": "2MiB",
     }  # fmt: skip
     argv = [word for pair in options.items() for word in map(str, pair)]
     with pytest.raises(SystemExit):
@@ -289,7 +306,8 @@ def test_every_option_reaches_the_config(monkeypatch):
     (config,) = seen
     found = vars(config)
     renamed = {"lr": "rate", "lr_mode": "rate_mode", "lr_decay": "rate_decay",
-               "lr_decay_epochs": "decay_epochs", "warmup_lr": "warmup_rate"}  # fmt: skip
+               "lr_decay_epochs": "decay_epochs", "warmup_lr": "warmup_rate",
+               "schedule": "order"}  # fmt: skip
     for option, value in options.items():
         name = option[2:].replace("-", "_")
         got = found[renamed.get(name, name)]

@@ -54,7 +54,8 @@ SEEDS = {
     "--lr-decay-epoch",
     "P3": "--search_dirs --type=cluster --config_file=hosts.json --target=grid5000 "
     "--cmd_key=resnet --cmd_key=inception-v3 --cmd_key=vgg --cmd_key=sockeye --env.BATCH_SIZE "
-    "--env.OUTPUT_FILE",
+    "--env.OUTPUT_FILE MXNET_KVSTORE_SLICE_THRESHOLD MXNET_KVSTORE_BIGARRAY_BOUND run_exp.sh -m -b "
+    "-h",
 }
 """What the commands and scripts of their manuals contain, and the main flags beside these."""
 

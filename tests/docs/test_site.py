@@ -68,7 +68,8 @@ def test_the_reference_names_what_exists() -> None:
 
 INSIDE = set(
     "is_recording gradients numels rules engine is_open open register use_auto use_overrides "
-    "announce begin_idle pay warn_of_momentum facts begin_step exchange end_step".split()
+    "announce begin_idle pay warn_of_momentum facts begin_step exchange end_step check note_wait "
+    "meets_at_end".split()
 )
 """Members of a session that other modules use, and that are not for users."""
 

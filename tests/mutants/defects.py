@@ -44,6 +44,7 @@ MESSAGES = "tests/casync/test_messages.py"
 CONTRACT = "tests/codecs/test_contract.py"
 FRAME = "tests/codecs/test_frame.py"
 WORLD = "tests/launch/test_world.py"
+OPTIMIZER = "tests/torch/test_distributed_optimizer.py"
 OPTIM = "tests/torch/test_optim.py"
 
 DEFECTS: tuple[Defect, ...] = (
@@ -1063,5 +1064,48 @@ DEFECTS: tuple[Defect, ...] = (
         "    if value < 1:\n",
         "    if value < 0:\n",
         ("tests/test_settings.py",),
+    ),
+    Defect(
+        "an update uses the learning rate of the moment at which it is made",
+        "torch/distributed_optimizer.py",
+        "if p in updates]} for group in options",
+        "if p in updates]} for group in groups",
+        (f"{OPTIMIZER}::test_losses_and_bits_are_those_of_ddp",),
+    ),
+    Defect(
+        "credit of a message that has left is not given back",
+        "casync/engine/executors.py",
+        "            self._sent_bytes -= _sent_bytes(exchange, index)",
+        "            self._sent_bytes -= 0",
+        ("tests/casync/test_schedules.py::test_the_most_urgent_slices_leave_first",),
+    ),
+    Defect(
+        "the last step is lost at exit",
+        "torch/distributed_optimizer.py",
+        "            exchanger.finish()\n        except Exception",
+        "            pass\n        except Exception",
+        (f"{OPTIMIZER}::test_the_last_step_is_made_at_exit",),
+    ),
+    Defect(
+        "each rank takes the order of its own forward pass",
+        "torch/distributed_optimizer.py",
+        '"the order of the forward pass", {}, needed)[0]',
+        '"the order of the forward pass", {}, needed)[self._session.engine.transport.rank]',
+        (f"{OPTIMIZER}::test_ranks_agree_on_orders",),
+    ),
+    Defect(
+        "gradients that wait for others of their unit are clipped on each rank alone",
+        "torch/distributed_optimizer.py",
+        "            if (found := own()) is not None and found._is_open:\n"
+        "                found._take_rest()",
+        "            pass",
+        (f"{OPTIMIZER}::test_what_users_do_gives_what_ddp_gives",),
+    ),
+    Defect(
+        "a new backward pass begins a step only where units have started",
+        "torch/distributed_optimizer.py",
+        "if unit.is_under_way or place in unit.ready:",
+        "if unit.is_under_way:",
+        (f"{OPTIMIZER}::test_what_users_do_gives_what_ddp_gives",),
     ),
 )

@@ -1,12 +1,23 @@
 """The planner: what pays is compressed, what does not is left alone, and every choice says why."""
 
+from typing import Any
+
 import pytest
 
+from hipress.casync.graphs.schedules import SCHEDULES, Schedule
 from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.profile import Profile
 from hipress.secopa.budget import CAREFUL, PASSED, Budget
-from hipress.secopa.search import SearchResult, search, shortlist
+from hipress.secopa.search import (
+    CREDITS,
+    SLICES,
+    SearchResult,
+    least_slice_bytes,
+    search,
+    shortlist,
+    usual_schedule,
+)
 from hipress.secopa.simulate import Simulator
 from tests.secopa.made_up import codec, profile
 
@@ -141,3 +152,77 @@ def test_a_shortlist_holds_what_may_pay():
 def test_a_search_ends_with_its_patience():
     found = search(made(bytes_per_s=1e8, numels=(2**20,) * 20), patience_s=0.0)
     assert found.step_s <= min(found.everything.values())
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+SLOW: dict[str, Any] = {"numels": (2**21,) * 4, "forward_s": 1.0, "backward_s": 1.0, "rest_s": 0.01}
+
+
+def test_every_schedule_is_tried_with_what_was_found_and_with_nothing_compressed():
+    profile_ = made(bytes_per_s=2e7, **SLOW)
+    found = search(profile_, patience_s=60.0)
+    assert found.plan.num_compressed > 0
+    tried = {(one.schedule.name, one.is_compressed) for one in found.schedules}
+    assert tried == {(name, side) for name in SCHEDULES for side in (True, False)}
+    assert len(found.schedules) == len(set(found.schedules)) == 3 * 2 * len(SLICES) * len(CREDITS)
+    times = [one.step_s for one in found.schedules]
+    assert times == sorted(times)
+    simulator = Simulator(profile_)
+    for one in (found.schedules[0], found.schedules[-1]):
+        decisions = found.plan if one.is_compressed else None
+        assert simulator.step_s(decisions, one.schedule) == one.step_s
+
+
+def test_the_plan_has_the_best_schedule_for_its_own_decisions():
+    """Catches: the best schedule of another choice; the slowest."""
+    # The codec takes so long that it only pays where forward hides nothing, as with DDP.
+    slow_codec = codec("int8", 1 / 4, element_s=4e-8, error=0.01)
+    found = search(profile(bytes_per_s=5e7, codecs=[codec("none", 1.0), slow_codec], **SLOW))
+    plan = found.plan
+    assert plan.num_compressed > 0 and not found.schedules[0].is_compressed
+    best = next(one for one in found.schedules if one.is_compressed).schedule
+    assert plan.schedule == best.name
+    assert (plan.slice_bytes, plan.credit_bytes) == (best.slice_bytes, best.credit_bytes)
+
+
+def test_a_schedule_hides_the_way_back_where_nothing_may_be_compressed():
+    profile_ = made(bytes_per_s=4e7, **SLOW)
+    found = search(profile_, budget=Budget.read(0.001))
+    assert codecs_of(found) == {"none"} and found.plan.schedule in ("priority", "overlap")
+    assert not any(one.is_compressed for one in found.schedules)
+    fifo_s = min(one.step_s for one in found.schedules if one.schedule.name == "fifo")
+    best_s = found.schedules[0].step_s
+    assert best_s < 0.85 * found.plain_step_s and best_s < 0.95 * fifo_s
+    assert found.step_s == found.plain_step_s  # of DDP, which has no schedule
+
+
+def test_slices_are_worth_their_messages():
+    """Catches: slices of which most of the time is latency."""
+    # A message costs 10 ms without its bytes: 4 times that is 4 MB at 100 MB/s, and a little more.
+    slow = made(bytes_per_s=1e8, latency_s=0.006, message_work_s=0.004)
+    assert least_slice_bytes(slow.network) == 4_000_000
+    assert {one.schedule.slice_bytes for one in search(slow).schedules} == {4_000_000, 2**22}
+    assert usual_schedule("fifo", slow.network) == Schedule(
+        name="fifo", slice_bytes=4_000_000, credit_bytes=16_000_000
+    )
+
+
+def test_schedules_that_nobody_asked_for_are_not_tried():
+    found = search(made(bytes_per_s=1e7), schedules=())
+    assert found.schedules == () and found.plan.schedule is None
+    assert search(made(num_ranks=1)).plan.schedule is None
+    only = search(made(bytes_per_s=1e7), schedules=["overlap"])
+    assert {one.schedule.name for one in only.schedules} == {"overlap"}
+
+
+def test_plans_for_ddp_spend_no_time_on_schedules(monkeypatch):
+    """Catches: a running job that waits for tries which it has no use for."""
+    monkeypatch.setattr(Simulator, "_scheduled", None)
+    assert shortlist(made(bytes_per_s=1e7))
+
+
+def test_without_patience_the_usual_sizes_are_tried():
+    found = search(made(bytes_per_s=1e7), patience_s=0.0)
+    assert len(found.schedules) == 3 * 2
+    assert {one.schedule.slice_bytes for one in found.schedules} == {SLICES[0]}

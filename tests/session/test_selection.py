@@ -9,7 +9,8 @@ from hipress.errors import UsageError
 from hipress.plan import MIN_SIZE, Decision, Plan
 from hipress.session import selection
 from hipress.session.selection import Rules, check_names, rules, skipped
-from hipress.torch.ddp import clean, sparse_names, spec_of
+from hipress.torch.adapter import spec_of
+from hipress.torch.ddp import clean, sparse_names
 
 LARGE = torch.zeros(64, 64)
 NO_SPARSE = frozenset()

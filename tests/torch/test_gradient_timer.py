@@ -82,6 +82,62 @@ def test_gradients_of_many_layers_are_listed_last_layer_first():
     assert found == [f"{layer}.weight" for layer in reversed(range(8))]
 
 
+class _Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        burn()
+        return x
+
+
+def test_parameters_are_needed_in_the_order_of_forward_after_the_work_before_them():
+    """Catches: the last use of a parameter in place of the first; uses during an evaluation."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(first, _Slow(), second, _Slow(), first)
+    with time_gradients(model) as seen:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            seen.end_step()
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+    found = {one.name: one.needed_s for one in seen.profile().gradients}
+    assert max(found["0.weight"], found["0.bias"]) < BURN_S
+    assert BURN_S <= found["2.weight"] < 2 * BURN_S
+    assert not any(one._forward_pre_hooks for one in model.modules())
+
+
+def test_a_parameter_whose_module_is_never_called_has_no_moment():
+    """Catches: a moment that is made up, or that of another parameter."""
+
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+            self.own = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.inner.weight) * self.own
+
+    model = Direct()
+    with time_gradients(model) as seen:
+        train(model, seen)
+    found = {one.name: one.needed_s for one in seen.profile().gradients}
+    assert found["inner.weight"] is None and found["own"] is not None
+
+
+def test_moments_of_forward_do_not_break_the_graph_of_torch_compile():
+    """Catches: hooks inside of a compiled model, at which its graph breaks."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with time_gradients(model) as seen:
+        compiled = torch.compile(model[1], backend="eager", fullgraph=True)
+        for _ in range(3):
+            seen.forward_begin()
+            loss = (model[0](torch.ones(2, 4)) + compiled(torch.ones(2, 4))).sum()
+            seen.forward_end()
+            loss.backward()
+            seen.end_step()
+    found = {one.name: one.needed_s for one in seen.profile().gradients}
+    assert found["1.weight"] is None and found["0.weight"] is not None
+
+
 def test_time_that_passes_without_work_does_not_count():
     model = nn.Linear(4, 4)
     with time_gradients(model) as seen:
@@ -202,7 +258,7 @@ def test_errors_are_of_one_message_and_leave_gradients_as_they_are():
 def test_ranks_are_put_together_by_medians():
     def one(work: float, a: float, b: float) -> ModelProfile:
         gradients = (
-            GradientProfile(name="a", numel=1, ready_s=a),
+            GradientProfile(name="a", numel=1, ready_s=a, needed_s=b),
             GradientProfile(name="b", numel=1, ready_s=b),
         )
         return ModelProfile(forward_s=work, backward_s=2 * work, gradients=gradients)
@@ -210,6 +266,7 @@ def test_ranks_are_put_together_by_medians():
     found = merged([one(1, 1, 2), one(3, 5, 3), one(2, 4, 1)])
     assert (found.forward_s, found.backward_s) == (2, 4)
     assert [(g.name, g.ready_s) for g in found.gradients] == [("b", 2), ("a", 4)]
+    assert [g.needed_s for g in found.gradients] == [None, 2]
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -258,6 +258,9 @@ class ClusterWorker(ABC, Generic[C]):
 
     candidates: list[C]
     num_calls = 1
+    """Calls of a sample that are timed."""
+    num_first_calls = 0
+    """Calls of a sample before those: what a call leaves under way is then timed with the next."""
 
     def __init__(self, benchmark: ClusterBenchmark, num_progress: int) -> None:
         self.device = benchmark.torch_device
@@ -275,6 +278,9 @@ class ClusterWorker(ABC, Generic[C]):
 
     def prepare(self, one: C) -> None:
         """Makes a candidate ready for a sample."""
+
+    def finish(self, one: C) -> None:
+        """Ends what the calls of a sample have left under way."""
 
     def progress(self, label: str) -> None:
         num_done, total = self._progress
@@ -301,11 +307,15 @@ class ClusterWorker(ABC, Generic[C]):
         self.wait_for_device()
         before = (*self.counts(one), self.interface.sent_bytes())
         dist.barrier()
+        for _ in range(self.num_first_calls):
+            self.call(one)
+        self.wait_for_device()
         start = time.perf_counter()
         for _ in range(self.num_calls):
             self.call(one)
         self.wait_for_device()
         seconds = time.perf_counter() - start
+        self.finish(one)
         dist.barrier()  # all have received: nothing of it is still to leave
         after = (*self.counts(one), self.interface.sent_bytes())
         one.sent_bytes += after[0] - before[0]
@@ -323,8 +333,9 @@ class ClusterWorker(ABC, Generic[C]):
         deviation = -1.0
         if wire_bytes is not None:
             deviation = self.interface.deviation(interface, wire_bytes, self.repeats)
+        num_calls = self.num_first_calls + self.num_calls
         wire, interface, deviation, *rest = largest(
-            [(wire_bytes or 0.0) / self.num_calls, interface / self.num_calls, deviation, *others]
+            [(wire_bytes or 0.0) / num_calls, interface / num_calls, deviation, *others]
         )
         one.found |= {
             "wire_bytes": None if wire_bytes is None else wire,

@@ -19,6 +19,8 @@ Row = Mapping[str, Any]
 COLOURS = ("#7f7f7f", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
 DASHES = {"ring": "--", "hierarchical": ":"}
 """Lines of other strategies are solid."""
+MARKERS = {None: "o", "fifo": "s", "priority": "^", "overlap": "v"}
+"""By schedule; points without one are round."""
 SMOOTHED = 0.7
 """Weight of the past in the curves of losses: the loss of a batch jumps about."""
 MAX_TITLE = 66
@@ -158,18 +160,20 @@ def draw_sweep(path: Path, title: str, rows: Sequence[Row]) -> None:
     for row in rows:
         other = (row["rate"] if over_nodes else row["nodes"],)
         x = row["nodes"] if over_nodes else row["bytes_per_s"] * 8e-9
-        key = (row["codec"], row["strategy"], *other)
+        key = (row["codec"], row["strategy"], row["schedule"], *other)
         curves.setdefault(key, []).append((x, row["step_s"] * 1e3))
-    codecs = list(dict.fromkeys(codec for codec, _, _ in curves))
-    many = len({other for _, _, other in curves}) > 1
-    for (codec, strategy, other), points in curves.items():
-        label = "plain all-reduce" if codec == "none" else f"{codec} {strategy or ''}".strip()
+    codecs = list(dict.fromkeys(key[0] for key in curves))
+    many = len({key[-1] for key in curves}) > 1
+    for (codec, strategy, schedule, other), points in curves.items():
+        label = " ".join(filter(None, (codec, strategy, schedule)))
+        if codec == "none" and schedule is None:
+            label = "plain all-reduce"
         xs, ys = zip(*sorted(points), strict=True)
         axes.plot(
             xs,
             ys,
             DASHES.get(strategy or "", "-"),
-            marker="o",
+            marker=MARKERS[schedule],
             markersize=4,
             color=COLOURS[codecs.index(codec) % len(COLOURS)],
             label=f"{label}, {other}" if many else label,

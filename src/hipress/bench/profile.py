@@ -228,7 +228,13 @@ def scaled(model: ModelProfile, times: float) -> ModelProfile:
             "forward_s": model.forward_s * times,
             "backward_s": model.backward_s * times,
             "gradients": tuple(
-                one.model_copy(update={"ready_s": one.ready_s * times}) for one in model.gradients
+                one.model_copy(
+                    update={
+                        "ready_s": one.ready_s * times,
+                        "needed_s": None if one.needed_s is None else one.needed_s * times,
+                    }
+                )
+                for one in model.gradients
             ),
         }
     )

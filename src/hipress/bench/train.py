@@ -30,6 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 import hipress
+import hipress.torch
 from hipress.bench.cluster import (
     Candidate,
     ClusterBenchmark,
@@ -38,6 +39,7 @@ from hipress.bench.cluster import (
     ranks_agree,
     run_rank,
 )
+from hipress.bench.emulated import emulate
 from hipress.bench.timing import Timing
 from hipress.errors import UsageError, did_you_mean
 from hipress.session.buckets import has_momentum
@@ -74,11 +76,17 @@ class TrainBenchmark(ClusterBenchmark):
     """MiB of DDP's buckets; None is its default."""
     optimizer: str = "sgd"
     """`sgd` with momentum, or `adamw`."""
+    schedules: tuple[str, ...] = ()
+    """Schedules of `hipress.torch.DistributedOptimizer`, which are timed with each codec."""
+    slice_bytes: int | None = None
+    credit_bytes: int | None = None
+    emulated: bool = False
+    """Whether the model's work is replaced by pauses (see `hipress.bench.emulated`)."""
 
     @property
     def num_copies(self) -> int:
         """Arrays of the gradient's size that a rank holds."""
-        num_ours = len(self.codecs) * len(self.strategies)
+        num_ours = len(self.codecs) * len(self.strategies) * (1 + len(self.schedules))
         # Parameters, gradients and momentum of each variant and of `compute`; ours have residuals
         # and buffers; the model that all are copies of, and what the one that runs needs.
         num_variants = 1 + len(self.hooks) + num_ours
@@ -98,6 +106,8 @@ class Hook:
     register: Callable[[DistributedDataParallel], Any]
     """Registers it and returns the state that it keeps, or None."""
     one_bucket: bool = False
+    bucket_mb: int | None = None
+    """Size of DDP's buckets; None: that of the benchmark."""
     num_copies: int = 0
     """Copies of the gradient that it keeps beyond DDP."""
 
@@ -117,6 +127,8 @@ def _powersgd(rank: int) -> Hook:
 
 HOOKS: dict[str, Hook] = {
     BASELINE: Hook(register=lambda ddp: None),
+    "ddp-4mb": Hook(register=lambda ddp: None, bucket_mb=4),
+    "ddp-100mb": Hook(register=lambda ddp: None, bucket_mb=100),
     "fp16": Hook(
         register=lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     ),
@@ -148,13 +160,14 @@ def _row(
     return {
         "model": benchmark.model,
         "rate": benchmark.rate,
-        **{key: one[key] for key in ("variant", "codec", "strategy", "note")},
+        **{key: one[key] for key in ("variant", "codec", "strategy", "schedule", "note")},
         "delay": benchmark.delay,
         "hosts": benchmark.num_hosts,
         "device": benchmark.device,
         "num_parameters": benchmark.num_elements,
         "batch": benchmark.batch,
         "optimizer": benchmark.optimizer,
+        "emulated": benchmark.emulated,
         "bucket_mb": benchmark.bucket_mb,
         "repeats": timing.num_samples,
         "steps": benchmark.steps,
@@ -200,15 +213,17 @@ def problem(benchmark: TrainBenchmark, one: Mapping[str, Any]) -> str | None:
 
 @dataclass(kw_only=True)
 class _Variant(Candidate):
-    ddp: DistributedDataParallel
+    model: nn.Module
+    """The model to train with: a DDP, or a module whose optimizer exchanges gradients."""
     optimizer: torch.optim.Optimizer
     note: str | None = None
+    schedule: str | None = None
     sync: Sync | None = None
     state: Any = None
     loss: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
 
     def result(self) -> dict[str, Any]:
-        return super().result() | {"note": self.note}
+        return super().result() | {"note": self.note, "schedule": self.schedule}
 
     @property
     def memory_bytes(self) -> int:
@@ -224,16 +239,21 @@ class _Variant(Candidate):
 
 class _TrainWorker(ClusterWorker[_Variant]):
     def __init__(self, benchmark: TrainBenchmark) -> None:
-        num_ours = sum(1 if c == AUTO else len(benchmark.strategies) for c in benchmark.codecs)
+        num_each = len(benchmark.strategies) * (1 + len(benchmark.schedules))
+        num_ours = sum(1 if codec == AUTO else num_each for codec in benchmark.codecs)
         num_variants = 1 + len(benchmark.hooks) + num_ours
         super().__init__(benchmark, (1 + benchmark.repeats) * num_variants)
         self.benchmark = benchmark
         self.num_calls = benchmark.steps
+        self.num_first_calls = 1 if benchmark.schedules else 0
         line = timed(benchmark.model, benchmark.data)
         data = line.data(dist.get_rank(), benchmark.batch)
         self.batch = tuple(part.to(self.device) for part in data)
         self.loss = line.learning_task.loss
         self.model: nn.Module = line.make().to(self.device)
+        if benchmark.emulated:
+            self.model = emulate(self.model, lambda model: self.loss(model, self.batch))
+            self.loss = lambda model, batch: model(torch.ones(1, requires_grad=True)).sum()
         self.candidates = [
             self._hooked(COMPUTE, Hook(register=_register_nothing)),
             *(self._hooked(name, HOOKS[name]) for name in benchmark.hooks),
@@ -241,6 +261,13 @@ class _TrainWorker(ClusterWorker[_Variant]):
                 self._ours(codec, strategy)
                 for codec in benchmark.codecs
                 for strategy in (benchmark.strategies if codec != AUTO else (None,))
+            ),
+            *(
+                self._scheduled(codec, strategy, schedule)
+                for codec in benchmark.codecs
+                if codec != AUTO
+                for strategy in benchmark.strategies
+                for schedule in benchmark.schedules
             ),
         ]
 
@@ -261,20 +288,25 @@ class _TrainWorker(ClusterWorker[_Variant]):
 
     def call(self, one: _Variant) -> None:
         one.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(one.ddp, self.batch)
+        loss = self.loss(one.model, self.batch)
         torch.autograd.backward(loss)
         one.optimizer.step()
         one.loss = loss.detach()
+
+    def finish(self, one: _Variant) -> None:
+        if isinstance(one.optimizer, hipress.torch.DistributedOptimizer):
+            one.optimizer.synchronize()
 
     def counts(self, one: _Variant) -> tuple[int, int]:
         return (0 if one.sync is None else one.sync.stats().sent_bytes), 0
 
     def _hooked(self, label: str, hook: Hook) -> _Variant:
         whole_mb = self.benchmark.size_bytes // 2**20 + 1
-        ddp = self._ddp(whole_mb if hook.one_bucket else self.benchmark.bucket_mb)
+        bucket_mb = hook.bucket_mb or self.benchmark.bucket_mb
+        ddp = self._ddp(whole_mb if hook.one_bucket else bucket_mb)
         return _Variant(
             label=label,
-            ddp=ddp,
+            model=ddp,
             optimizer=self._optimizer(ddp, MOMENTUM),
             note="one bucket" if hook.one_bucket else None,
             state=hook.register(ddp),
@@ -286,25 +318,47 @@ class _TrainWorker(ClusterWorker[_Variant]):
         if codec == AUTO:
             optimizer = self._optimizer(ddp, MOMENTUM)
             sync = hipress.attach(ddp, codecs=others or None, optimizer=optimizer)
-            return _Variant(label=AUTO, ddp=ddp, optimizer=optimizer, codec=AUTO, sync=sync)
+            return _Variant(label=AUTO, model=ddp, optimizer=optimizer, codec=AUTO, sync=sync)
         momentum = 0.0 if has_momentum(hipress.codec(codec)) else MOMENTUM
         optimizer = self._optimizer(ddp, momentum)
         return _Variant(
             label=f"{codec} {strategy}",
-            ddp=ddp,
+            model=ddp,
             optimizer=optimizer,
             codec=codec,
             strategy=strategy,
             sync=hipress.attach(ddp, codec=codec, strategy=strategy, optimizer=optimizer),
         )
 
-    def _optimizer(self, ddp: DistributedDataParallel, momentum: float) -> torch.optim.Optimizer:
+    def _scheduled(self, codec: str, strategy: str, schedule: str) -> _Variant:
+        model = copy.deepcopy(self.model)
+        momentum = 0.0 if has_momentum(hipress.codec(codec)) else MOMENTUM
+        optimizer = hipress.torch.DistributedOptimizer(
+            self._optimizer(model, momentum),
+            model.named_parameters(),
+            codec=codec,
+            strategy=strategy,
+            schedule=schedule,
+            slice_bytes=self.benchmark.slice_bytes,
+            credit_bytes=self.benchmark.credit_bytes,
+        )
+        return _Variant(
+            label=f"{codec} {strategy} {schedule}",
+            model=model,
+            optimizer=optimizer,
+            codec=codec,
+            strategy=strategy,
+            schedule=schedule,
+            sync=optimizer.sync if optimizer.sync.enabled else None,
+        )
+
+    def _optimizer(self, model: nn.Module, momentum: float) -> torch.optim.Optimizer:
         if self.benchmark.optimizer == "adamw":
             # With so short a warm-up, momentum is exchanged in the steps that are timed.
             return hipress.torch.AdamW(
-                ddp.parameters(), lr=ADAM_RATE, fused=True, refresh_warmup=WARM_UP_STEPS - 1
+                model.parameters(), lr=ADAM_RATE, fused=True, refresh_warmup=WARM_UP_STEPS - 1
             )
-        return torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE, momentum=momentum)
+        return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=momentum)
 
     def _ddp(self, bucket_mb: int | None) -> DistributedDataParallel:
         # A cap that is given holds for the first bucket too; without one that is 1 MiB. All ranks
@@ -329,7 +383,7 @@ class _TrainWorker(ClusterWorker[_Variant]):
 
     def _check(self, one: _Variant) -> None:
         """Notes whether all ranks hold the same parameters, as they did before."""
-        same = ranks_agree(list(one.ddp.parameters()))
+        same = ranks_agree(list(one.model.parameters()))
         one.found["ranks_agree"] = one.found.get("ranks_agree", True) and same
 
     def _count(self, one: _Variant) -> None:

@@ -219,13 +219,28 @@ class TrainOptions:
         str,
         Option(help="sgd or adamw; with adamw, codecs such as onebit are given its momentum."),
     ] = "sgd"
+    schedule: Annotated[
+        str,
+        Option(
+            help="Schedules of DistributedOptimizer to time with each codec: fifo, priority, "
+            "overlap, separated by commas."
+        ),
+    ] = ""
+    slice: Annotated[str | None, Option(help="Bytes of a message of a schedule.")] = None
+    credit: Annotated[str | None, Option(help="Bytes under way at once, of a schedule.")] = None
+    emulate: Annotated[
+        bool, Option("--emulate", help="Replace the model's work by pauses, on few cores.")
+    ] = False
     repeats: Repeats = 5
     steps: StepsPerRound = 2
 
     def benchmarks(self, cluster: ClusterOptions) -> list[TrainBenchmark]:
         """Returns what to measure, one for each model and rate; refuses all that can be refused."""
         from hipress.bench.train import AUTO, BASELINE, OPTIMIZERS, TrainBenchmark, check_hook
+        from hipress.casync.graphs import schedules
 
+        for name in expressions(self.schedule):
+            schedules.check(name)
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(
                 f"--optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}; choose one."
@@ -251,6 +266,10 @@ class TrainOptions:
                 strategies=strategies,
                 bucket_mb=self.bucket_mb,
                 optimizer=self.optimizer,
+                schedules=expressions(self.schedule),
+                slice_bytes=None if self.slice is None else parse_size(self.slice),
+                credit_bytes=None if self.credit is None else parse_size(self.credit),
+                emulated=self.emulate,
                 repeats=self.repeats,
             )
             for name, line in lines.items()
@@ -313,6 +332,7 @@ TRAIN_COLUMNS = [
     ui.text("model"),
     ui.Column(header="variant", show=lambda row: row["codec"] or row["variant"], is_text=True),
     ui.text("strategy"),
+    ui.text("schedule"),
     ui.number("rate"),
     ui.number("ms per\nstep", "seconds_median", 1, 1e3),
     ui.number("x\nddp", "speedup", 2),

@@ -20,6 +20,7 @@ from hipress.errors import UsageError
 if TYPE_CHECKING:
     from hipress.plan import Plan
     from hipress.profile import Profile
+    from hipress.secopa.search import ScheduleTry
 
 app = typer.Typer()
 
@@ -37,6 +38,8 @@ class PlanReport:
     """Seconds of a step with everything compressed, by codec and strategy."""
     ready_s: dict[str, float] = field(default_factory=dict)
     """Work of backward before a gradient is there."""
+    schedules: tuple[ScheduleTry, ...] = ()
+    """Schedules for a loop without DDP, the best first."""
     times: str
     """What the two times of a gradient are."""
 
@@ -106,7 +109,7 @@ def plan(
         ),
     ] = None,
     explain: Annotated[
-        bool, Option("--explain", help="Print both times of every gradient, and why.")
+        bool, Option("--explain", help="Print both times of every gradient, why, and schedules.")
     ] = False,
     json: Annotated[bool, Option("--json", help="Print JSON only.")] = False,
 ) -> None:
@@ -138,6 +141,7 @@ def plan(
         return
     if explain:
         _print_table(made)
+        _print_schedules(made)
     print(f"{path}: {_summary(made)}")
     _warn(made)
 
@@ -237,6 +241,7 @@ def _plan_step(path: Path, options: SearchOptions, output: Path) -> PlanReport:
     return PlanReport(
         plan=plan,
         everything=dict(found.everything),
+        schedules=found.schedules,
         ready_s={gradient.name: gradient.ready_s for gradient in profile.model.gradients},
         times="step with the gradient, all else as planned",
     )
@@ -280,6 +285,10 @@ def _print_json(made: PlanReport, path: Path) -> None:
         "step_s": plan.step_s,
         "plain_step_s": plan.plain_step_s,
         "everything_step_s": made.everything,
+        "schedule": plan.schedule,
+        "slice_bytes": plan.slice_bytes,
+        "credit_bytes": plan.credit_bytes,
+        "schedules": _schedule_rows(made),
         "rows": _rows(made),
     }
     print(json.dumps(document, indent=2))
@@ -299,6 +308,50 @@ def _print_table(made: PlanReport) -> None:
     ]
     source = f" of {made.plan.made_from}" if made.plan.made_from else ""
     ui.print_table(f"Plan{source}; times: {made.times}", columns, _rows(made))
+
+
+def _schedule_rows(made: PlanReport) -> list[dict[str, Any]]:
+    return [
+        {
+            "schedule": one.schedule.name,
+            "compressed": one.is_compressed,
+            "slice_bytes": one.schedule.slice_bytes,
+            "credit_bytes": one.schedule.credit_bytes,
+            "step_s": one.step_s,
+        }
+        for one in made.schedules
+    ]
+
+
+def _print_schedules(made: PlanReport) -> None:
+    """Prints the best sizes of each schedule, beside DDP."""
+    if not made.schedules:
+        return
+    plan = made.plan
+    best: dict[tuple[str, bool], dict[str, Any]] = {}
+    for row in _schedule_rows(made):  # the best comes first
+        best.setdefault((row["schedule"], row["compressed"]), row)
+    ddp = [{"schedule": "DDP", "compressed": False, "step_s": plan.plain_step_s}]
+    if plan.num_compressed:
+        ddp.insert(0, {"schedule": "DDP", "compressed": True, "step_s": plan.step_s})
+    columns = [
+        ui.text("schedule"),
+        ui.Column(
+            header="gradients",
+            show=lambda row: "as planned" if row["compressed"] else "nothing compressed",
+            is_text=True,
+        ),
+        ui.number("slice\nMB", "slice_bytes", 2, 1e-6),
+        ui.number("credit\nMB", "credit_bytes", 2, 1e-6),
+        ui.number("expected\nms", "step_s", 1, 1e3),
+    ]
+    title = f"Without DDP, by schedule; the best of {len(made.schedules)} settings"
+    ui.print_table(title, columns, [*ddp, *best.values()])
+    print(
+        "A slice is about what one message carries; the credit is what a rank may have under way "
+        f"at once. The plan names {plan.schedule}, for loops without DDP: DDP decides the order of "
+        "its buckets itself."
+    )
 
 
 def _summary(made: PlanReport) -> str:

@@ -73,6 +73,10 @@ class SweepOptions:
         str | None,
         Option(help=f"ps, ring, hierarchical, separated by commas; {STRATEGIES} if not given."),
     ] = None
+    schedule: Annotated[
+        str | None,
+        Option(help="fifo, priority, overlap, separated by commas: without DDP, each choice too."),
+    ] = None
     plan: Annotated[Path | None, Option(help="A plan to simulate too, from hipress plan.")] = None
     auto: Annotated[
         bool, Option("--auto", help="Search for the best plan too, for every setting.")
@@ -147,7 +151,7 @@ def _profile(options: SweepOptions) -> Profile:
 
 
 def _sweeps(made: Profile, options: SweepOptions) -> list[Sweep]:
-    from hipress.casync.graphs import strategies
+    from hipress.casync.graphs import schedules, strategies
     from hipress.cli.sweep import Sweep, check_ranks, read_plan
     from hipress.secopa.what_if import with_rate
     from hipress.units import parse_rate
@@ -167,6 +171,9 @@ def _sweeps(made: Profile, options: SweepOptions) -> list[Sweep]:
     names = expressions(options.strategy or STRATEGIES)
     for name in names:
         strategies.check(name)
+    orders = expressions(options.schedule) if options.schedule else ()
+    for name in orders:
+        schedules.check(name)
     profiles: dict[str | None, Profile] = {None: made}
     if options.rate is None:
         check_ranks(made, numbers, "give --rate, or ")
@@ -182,6 +189,7 @@ def _sweeps(made: Profile, options: SweepOptions) -> list[Sweep]:
             num_ranks=number,
             codecs=codecs,
             strategies=names,
+            schedules=tuple(name for name in schedules.SCHEDULES if name in orders),
             plan=plan,
             plan_name=options.plan.name if options.plan else "",
             auto=options.auto,
@@ -219,8 +227,8 @@ def _rows(sweeps: Sequence[Sweep], timeline: Path | None) -> list[dict[str, Any]
             rows += sweep.rows(begin(f"{sweep.num_ranks} ranks"))
     if timeline is not None:
         shown = sweeps[0].write_timeline(timeline)
-        num_compressed = len([row for row in rows if row["codec"] != "none"])
-        more = " (the first of several settings)" if num_compressed > 1 else ""
+        num_others = len([row for row in rows if row["codec"] != "none" or row["schedule"]])
+        more = " (the first of several settings)" if num_others > 1 else ""
         print(f"{timeline}: {shown}{more}; open it at ui.perfetto.dev", file=sys.stderr)
     return rows
 
@@ -238,7 +246,9 @@ def _print_rows(made: Profile, rows: list[dict[str, Any]], to_stderr: bool) -> N
     columns = [
         ui.number("nodes"),
         ui.Column(header="rate", show=lambda row: row["rate"] or "as given"),
-        *STEP_COLUMNS,
+        *STEP_COLUMNS[:2],
+        *([ui.text("schedule")] if any(row["schedule"] for row in rows) else []),
+        *STEP_COLUMNS[2:],
         ui.Column(header="", show=lambda row: "best" if row["is_best"] else " ", is_text=True),
     ]
     ui.print_table(f"Simulated steps: {_title(made)}", columns, rows, to_stderr=to_stderr)
@@ -264,6 +274,7 @@ def _best(row: ui.Row) -> str:
     what = "plain all-reduce, so nothing would be compressed"
     if row["speedup"] > 1:
         how = f" with {row['strategy']}" if row["strategy"] else ""
+        how += f" and schedule {row['schedule']}" if row["schedule"] else ""
         what = f"{row['codec']}{how}, {row['speedup']:.2f} times as fast as plain all-reduce"
     return f"Best on {row['nodes']} rank(s), rate {row['rate'] or 'as given'}: {what}."
 

@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hipress.casync.graphs import strategies
+from hipress.casync.graphs.schedules import Schedule
 from hipress.cli.ui import number, text
 from hipress.errors import HipressError, UsageError, did_you_mean
-from hipress.plan import ANY, Decision, Plan
+from hipress.plan import ANY, Decision, Plan, ScheduleName
 from hipress.profile import Profile
 from hipress.secopa.cluster import SimulatedStep
-from hipress.secopa.search import search
+from hipress.secopa.search import search, usual_schedule
 from hipress.secopa.simulate import MOST_WHOLE, Simulator
 from hipress.secopa.sosp21.presets import Layer, spread_work
 from hipress.secopa.what_if import uniform
@@ -44,6 +45,16 @@ STEP_COLUMNS = [
 ]
 
 
+class _Choice(NamedTuple):
+    """What one row simulates."""
+
+    codec: str
+    strategy: str | None
+    decisions: Mapping[str, Decision] | None
+    """If None, all is left to DDP."""
+    schedule: Schedule | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
     """What is simulated on one cluster."""
@@ -54,6 +65,8 @@ class Sweep:
     strategies: tuple[str, ...] = strategies.candidates()
     rate: str | None = None
     """As the user wrote it; None: as measured."""
+    schedules: tuple[ScheduleName, ...] = ()
+    """Each choice is simulated with each of them too, and so is a step with nothing compressed."""
     plan: Plan | None = None
     plan_name: str = ""
     auto: bool = False
@@ -69,7 +82,8 @@ class Sweep:
     def num_choices(self) -> int:
         """The number of rows, without the plain one."""
         fixed = len(self.codecs) * len(self.strategies)
-        return (fixed if self.num_ranks > 1 else 0) + (self.plan is not None) + self.auto
+        choices = (fixed if self.num_ranks > 1 else 0) + (self.plan is not None) + self.auto
+        return choices + len(self.schedules) * (choices + 1)
 
     def rows(
         self, on_part: Callable[[float], None] = lambda fraction: None
@@ -77,11 +91,14 @@ class Sweep:
         """Returns a row for plain all-reduce, and one for each choice; one of them is the best."""
         plain = self.simulator.run(None)
         alone_s = Simulator(self.profile, 1).step_s(None)
-        rows = [self._row("none", "allreduce", plain, plain, alone_s)]
-        for done, (codec, strategy, plan) in enumerate(self._choices()):
+        first = _Choice("none", "allreduce", None)
+        rows = [self._row(first, plain, plain, alone_s)]
+        for done, choice in enumerate(self._choices()):
             on_part(done / self.num_choices)
-            played = plain if plan is None else self.simulator.run(plan)
-            rows.append(self._row(codec, strategy, played, plain, alone_s))
+            played = plain
+            if choice.decisions is not None:
+                played = self.simulator.run(choice.decisions, choice.schedule)
+            rows.append(self._row(choice, played, plain, alone_s))
         best = min(rows, key=lambda row: float(row["step_s"]))
         for row in rows:
             row["is_best"] = row is best
@@ -94,36 +111,57 @@ class Sweep:
         from hipress.secopa.simulate import traces
         from hipress.timeline import chrome_trace
 
-        codec, strategy, plan = next(self._choices(), ("none", "allreduce", None))
-        played = self.simulator.run(plan, record=True)
+        choice = next(self._choices(), _Choice("none", "allreduce", None))
+        played = self.simulator.run(choice.decisions, choice.schedule, record=True)
         trace = chrome_trace(traces(played, device=self.profile.machine.device))
         path.write_text(json.dumps(trace) + "\n")
         shown = len({span.rank for span in played.spans})
         stands = ", one of which stands for all" if shown < self.num_ranks else ""
-        return f"{codec} {strategy or ''}".strip() + f" on {self.num_ranks} ranks{stands}"
+        words = [choice.codec, choice.strategy or ""]
+        words += [choice.schedule.name] if choice.schedule else []
+        return " ".join(filter(None, words)) + f" on {self.num_ranks} ranks{stands}"
 
-    def _choices(self) -> Iterator[tuple[str, str | None, Mapping[str, Decision] | None]]:
-        """Yields codec, strategy and decisions; without decisions all is left to DDP."""
+    def _choices(self) -> Iterator[_Choice]:
+        if self.schedules:
+            yield from self._scheduled(_Choice("none", "ps", {}))
+        for choice in self._without_schedule():
+            yield choice
+            decided = choice if choice.decisions is not None else choice._replace(decisions={})
+            yield from self._scheduled(decided)
+
+    def _scheduled(self, choice: _Choice) -> Iterator[_Choice]:
+        plan = self.plan
+        for name in self.schedules:
+            schedule = usual_schedule(name, self.profile.network)
+            if plan is not None and choice.decisions is plan.gradients and plan.schedule == name:
+                schedule = Schedule(
+                    name=name,
+                    slice_bytes=plan.slice_bytes or schedule.slice_bytes,
+                    credit_bytes=plan.credit_bytes or schedule.credit_bytes,
+                )
+            yield choice._replace(schedule=schedule)
+
+    def _without_schedule(self) -> Iterator[_Choice]:
         if self.num_ranks > 1:
             for codec in self.codecs:
                 for strategy in self.strategies:
-                    yield codec, strategy, uniform(self.profile, codec, strategy)
+                    yield _Choice(codec, strategy, uniform(self.profile, codec, strategy))
         if self.plan is not None:
-            yield self.plan_name, None, self.plan.gradients
+            yield _Choice(self.plan_name, None, self.plan.gradients)
         if self.auto:
             found = search(
                 self.profile,
                 num_ranks=self.num_ranks,
                 strategies=self.strategies,
                 codecs=self.auto_codecs or None,
+                schedules=(),
                 patience_s=self.patience_s,
             ).plan
-            yield PLAN, None, found.gradients if found.num_compressed else None
+            yield _Choice(PLAN, None, found.gradients if found.num_compressed else None)
 
     def _row(
         self,
-        codec: str,
-        strategy: str | None,
+        choice: _Choice,
         played: SimulatedStep,
         plain: SimulatedStep,
         alone_s: float,
@@ -132,8 +170,11 @@ class Sweep:
             "nodes": self.num_ranks,
             "rate": self.rate,
             "bytes_per_s": self.profile.network.bytes_per_s,
-            "codec": codec,
-            "strategy": strategy,
+            "codec": choice.codec,
+            "strategy": choice.strategy,
+            "schedule": choice.schedule and choice.schedule.name,
+            "slice_bytes": choice.schedule and choice.schedule.slice_bytes,
+            "credit_bytes": choice.schedule and choice.schedule.credit_bytes,
             "step_s": played.step_s,
             "speedup": plain.step_s / played.step_s,
             "exposed_s": played.exposed_s,

@@ -266,6 +266,8 @@ def introduction(facts: Facts) -> str:
             f"{way} for {facts.num_compressed} of {facts.num_gradients} gradients "
             f"({100 * facts.compressed_share:.1f} % of the elements)"
         )
+    if facts.schedule is not None:
+        how += f", schedule {facts.schedule}"
     if facts.num_ranks == 1:
         how = "one rank: gradients are not exchanged"
         if facts.num_compressed:

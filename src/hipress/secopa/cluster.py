@@ -4,6 +4,9 @@ Each rank does what `casync.engine.executors` does, on a simulated clock: comput
 thread, and the task that stands first in the graph of the oldest synchronisation goes first;
 messages wait for their link.
 
+Where a schedule decides (`hipress.casync.graphs.schedules`), its order goes before that of the
+synchronisations, and messages wait at the rank until its credit allows them to start.
+
 A cluster of few ranks simulates all of them. Where ranks are many and alike, one rank stands for
 all: the others send what it sends, at the same time, so each of its receives gets its bytes when a
 send of its own of the same kind does (see `hipress.secopa.symmetry`).
@@ -12,13 +15,17 @@ send of its own of the same kind does (see `hipress.secopa.symmetry`).
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from hipress.casync.graphs import schedules
 from hipress.casync.graphs.graph import COMPUTING, Verb
+from hipress.casync.graphs.schedules import Order
 from hipress.casync.graphs.strategies import ring
 from hipress.profile import Network, Profile
-from hipress.secopa.costs import CostedGraph
+from hipress.secopa.costs import CostedGraph, CostedTask
 from hipress.secopa.hardware import Call, Clock, Link, Processor, WorkQueue
 from hipress.secopa.symmetry import BEGIN, Hops, Mirrors, mirrors
 
@@ -38,20 +45,40 @@ class Synchronisation:
     name: str
     label: str
     bucket: int
+    """The bucket, or with a schedule the unit, to which it belongs."""
     graphs: tuple[CostedGraph, ...]
     """One for each rank that is simulated."""
+    order: Order | None = None
+    """Its places in the schedule, if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What the forward pass waits for: gradients that a schedule starts at once."""
+
+    needed_s: float
+    """Work of the forward pass before one of their parameters is used."""
+    update_s: float
+    """Work of the optimizer on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """The model's part of a step: its work, and when buckets become ready."""
+    """The model's part of a step: its work, and when buckets become ready.
+
+    Without units a step is forward, backward, what is left of the exchange, and the rest. With
+    units it is backward and then the next forward pass, which waits for each unit where it needs
+    it; the optimizer works on each unit by itself.
+    """
 
     forward_s: float
     bucket_s: tuple[float, ...]
-    """Work of backward before each bucket is ready."""
+    """Work of backward before each bucket, or unit, is ready."""
     backward_s: float
     rest_s: float
     threads: float
+    units: tuple[Unit, ...] | None = None
+    """The units of a schedule, in the order in which backward completes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +106,9 @@ class SimulatedStep:
     """When the slowest rank had computed its last gradient."""
     exchange_end_s: float
     """When the slowest rank had the last mean."""
+    stalled_s: float | None = None
+    """Seconds that forward waited for the exchange on the rank where it waited longest; None if
+    the step has no schedule."""
     sent_bytes: float
     """Bytes that the first rank sent."""
     syncs: Sequence[Synchronisation] = field(repr=False)
@@ -87,7 +117,9 @@ class SimulatedStep:
 
     @property
     def exposed_s(self) -> float:
-        """The part of the exchange that backward did not hide."""
+        """The part of the exchange that the model's work did not hide."""
+        if self.stalled_s is not None:
+            return self.stalled_s
         return max(self.exchange_end_s - self.backward_end_s, 0.0)
 
 
@@ -100,6 +132,7 @@ class SimulatedCluster:
         ranks: The ranks that are simulated: all, or one that stands for all.
         hosts: The host of each of the N ranks.
         total_bytes: About how much a rank sends, which decides the size of segments.
+        credit_bytes: Most bytes that a rank has under way at once, if there is a schedule.
         record: Whether to record spans.
     """
 
@@ -111,9 +144,11 @@ class SimulatedCluster:
         hosts: Sequence[int],
         total_bytes: float,
         *,
+        credit_bytes: float = math.inf,
         record: bool = False,
     ) -> None:
         self.clock = Clock()
+        self.credit_bytes = credit_bytes
         self.profile = profile
         self.num_ranks = num_ranks
         self.hosts = tuple(hosts)
@@ -149,6 +184,7 @@ class SimulatedCluster:
             step_s=max(one.end_s for one in self.ranks),
             backward_end_s=max(one.backward_end_s for one in self.ranks),
             exchange_end_s=max(one.exchange_end_s for one in self.ranks),
+            stalled_s=None if model.units is None else max(one.stalled_s for one in self.ranks),
             sent_bytes=self.ranks[0].sent_bytes,
             syncs=syncs,
             spans=self.spans or [],
@@ -158,8 +194,9 @@ class SimulatedCluster:
 class _Progress:
     """How far one synchronisation has come on one rank."""
 
-    def __init__(self, index: int, graph: CostedGraph) -> None:
+    def __init__(self, index: int, graph: CostedGraph, order: Order | None) -> None:
         self.index = index
+        self.order = order
         self.graph = graph
         self.tasks = graph.tasks
         self.waiting = list(graph.num_needs)
@@ -171,6 +208,12 @@ class _Progress:
         """Where one rank stands for all: its sends, and the receives that come with them."""
         self.with_others: Mirrors = {}
         """The same for other tasks."""
+
+    def place_of(self, place: int) -> int:
+        """Returns the place of a task in the schedule, or 0 if there is none."""
+        if self.order is None:
+            return 0
+        return self.order.back if self.tasks[place].is_back else self.order.out
 
 
 class SimulatedRank:
@@ -198,12 +241,17 @@ class SimulatedRank:
         self.half_message_s = network.message_work_s / 2
         self.latency_s = network.latency_s
         self.num_idle = cluster.profile.machine.exchange_threads
-        self.ready: list[tuple[int, int]] = []
+        self.ready: list[tuple[int, int, int]] = []
+        self.scheduled: list[tuple[int, ...]] = []
+        """Messages of a schedule that wait for credit."""
+        self.num_under_way = 0
+        self.under_way_bytes = 0.0
+        """Messages of a schedule that have started and not yet passed this rank's link."""
         self.sending = WorkQueue(host)
         self.receiving = WorkQueue(host)
         self.num_syncs_left = 0
         self.is_backward_done = False
-        self.end_s = self.backward_end_s = self.exchange_end_s = 0.0
+        self.end_s = self.backward_end_s = self.exchange_end_s = self.stalled_s = 0.0
         self.arrivals: dict[tuple[int, int], int] = {}
         """On the first rank: how many ranks have come to each all-reduce."""
         self.uncounted_bytes = 0.0
@@ -218,16 +266,21 @@ class SimulatedRank:
 
     def begin(self, model: ModelWork, syncs: Sequence[Synchronisation], place: int) -> None:
         """Starts the step; `place` is this rank's among those that are simulated."""
-        self.syncs = [_Progress(k, sync.graphs[place]) for k, sync in enumerate(syncs)]
+        self.syncs = [_Progress(k, sync.graphs[place], sync.order) for k, sync in enumerate(syncs)]
         self.num_syncs_left = len(syncs)
         self.model = model
         self.by_bucket: dict[int, list[_Progress]] = {}
         for sync, progress in zip(syncs, self.syncs, strict=True):
             self.by_bucket.setdefault(sync.bucket, []).append(progress)
         self.bucket = 0
-        self._compute("forward", model.forward_s, self._backward)
+        if model.units is None:
+            self.compute("forward", model.forward_s, self._backward)
+        else:
+            self.next_forward = _NextForward(self, model, model.units)
+            self._backward()
 
-    def _compute(self, verb: str, work_s: float, then: Call) -> None:
+    def compute(self, verb: str, work_s: float, then: Call) -> None:
+        """Does work of the model; a verb names it in the timeline."""
         start_s = self.clock.now_s
 
         def done() -> None:
@@ -244,9 +297,9 @@ class SimulatedRank:
         if self.bucket == 0:
             self.backward_start_s = self.clock.now_s
         if self.bucket < len(edges):
-            self._compute("", max(edges[self.bucket] - before, 0.0), self._bucket_ready)
+            self.compute("", max(edges[self.bucket] - before, 0.0), self._bucket_ready)
         else:
-            self._compute("", max(self.model.backward_s - before, 0.0), self._backward_done)
+            self.compute("", max(self.model.backward_s - before, 0.0), self._backward_done)
 
     def _bucket_ready(self) -> None:
         for progress in self.by_bucket.get(self.bucket, ()):
@@ -259,13 +312,17 @@ class SimulatedRank:
         self.is_backward_done = True
         self.record("backward", MODEL, 0, "model", self.backward_start_s)
         if self.num_syncs_left == 0:
+            self.exchange_end_s = self.clock.now_s
+        if self.model.units is not None:
+            self.next_forward.go_on()
+        elif self.num_syncs_left == 0:
             self._rest()
 
     def _rest(self) -> None:
-        self.exchange_end_s = self.clock.now_s
-        self._compute("optimizer", self.model.rest_s, self._end)
+        self.compute("optimizer", self.model.rest_s, self.end)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Ends the step."""
         self.end_s = self.clock.now_s
 
     # --- tasks ------------------------------------------------------------------------------------
@@ -282,15 +339,17 @@ class SimulatedRank:
             if needs == 0:
                 self._dispatch(progress, place)
         if not progress.tasks:
-            self._finish()
+            self._finish(progress)
         if is_alone:
             self._receive_with(progress, BEGIN)
 
     def _dispatch(self, progress: _Progress, place: int) -> None:
         task = progress.tasks[place]
         if task.verb in COMPUTING:
-            heapq.heappush(self.ready, (progress.index, place))
+            heapq.heappush(self.ready, (progress.place_of(place), progress.index, place))
             self._start_ready()
+        elif task.verb is Verb.SEND and progress.order is not None:
+            self._schedule(progress, place)
         elif task.verb is Verb.SEND:
             self.sending.add(self.half_message_s, lambda: self._send(progress, place))
         elif task.verb is Verb.ALL_REDUCE:
@@ -298,7 +357,7 @@ class SimulatedRank:
 
     def _start_ready(self) -> None:
         while self.num_idle and self.ready:
-            index, place = heapq.heappop(self.ready)
+            _, index, place = heapq.heappop(self.ready)
             self.num_idle -= 1
             self._start(self.syncs[index], place)
 
@@ -323,21 +382,61 @@ class SimulatedRank:
         if self.cluster.is_alone:
             self._receive_with(progress, place)
         if progress.num_left == 0:
-            self._finish()
+            self._finish(progress)
 
-    def _finish(self) -> None:
+    def _finish(self, progress: _Progress) -> None:
         self.num_syncs_left -= 1
-        if self.num_syncs_left == 0 and self.is_backward_done:
+        if self.num_syncs_left == 0:
+            self.exchange_end_s = self.clock.now_s
+        if self.model.units is not None:
+            self.next_forward.arrive(progress.index)
+        elif self.num_syncs_left == 0 and self.is_backward_done:
             self._rest()
 
     # --- messages ---------------------------------------------------------------------------------
+
+    def _schedule(self, progress: _Progress, place: int) -> None:
+        """Queues a message; the first in the order of the schedule starts as credit allows."""
+        task = progress.tasks[place]
+        turn = schedules.turn(task.chunk, task.peer, self.rank, self.cluster.num_ranks)
+        key = (progress.place_of(place), progress.index, *turn, place)
+        heapq.heappush(self.scheduled, key)
+        self._start_scheduled()
+
+    def _start_scheduled(self) -> None:
+        while self.scheduled:
+            _, index, *_, place = self.scheduled[0]
+            progress = self.syncs[index]
+            task = progress.tasks[place]
+            num_bytes = task.num_bytes if task.verb is Verb.SEND else 0.0
+            if self.num_under_way and self.under_way_bytes + num_bytes > self.cluster.credit_bytes:
+                return
+            heapq.heappop(self.scheduled)
+            if task.verb is Verb.SEND:
+                self.num_under_way += 1
+                self.under_way_bytes += num_bytes
+                self.sending.add(self.half_message_s, partial(self._send, progress, place))
+            else:
+                # Another rank, which is like this one, sends it when this one would.
+                self.receive(progress, place, 1.0, True, 0.0)
+
+    def _has_left(self, task: CostedTask) -> None:
+        self.num_under_way -= 1
+        self.under_way_bytes -= task.num_bytes
+        if self.num_under_way == 0:
+            self.under_way_bytes = 0.0  # drops rounding errors
+        self._start_scheduled()
 
     def _send(self, progress: _Progress, place: int) -> None:
         task, start_s = progress.tasks[place], self.clock.now_s
         peer = self if self.cluster.is_alone else self.cluster.by_rank[task.peer]
         there = peer.syncs[progress.index]
+        later: list[tuple[int, float]] = []
         if self.cluster.is_alone:
             targets = progress.with_sends.get(place, [])
+            if progress.order is not None:
+                later = [target for target in targets if target[1] > 0]
+                targets = [target for target in targets if target[1] == 0]
         else:
             targets = [(there.graph.receives[task.chunk, task.kind, self.rank], 0.0)]
 
@@ -347,6 +446,10 @@ class SimulatedRank:
             if is_last:
                 self.record("send", progress.index, task.chunk, "send", start_s, task.num_bytes)
                 self.complete(progress, place)
+                for other, delay_s in later:
+                    self.clock.after(delay_s, partial(self._schedule, progress, other))
+                if progress.order is not None:
+                    self._has_left(task)
 
         def go() -> None:
             link = self.local_out if self._is_local(progress, task.peer) else self.egress
@@ -397,7 +500,10 @@ class SimulatedRank:
     def _receive_with(self, progress: _Progress, place: int) -> None:
         """Where this rank stands for all: starts the receives that come with another task."""
         for other, delay_s in progress.with_others.get(place, ()):
-            self.receive(progress, other, 1.0, True, delay_s)
+            if progress.order is None:
+                self.receive(progress, other, 1.0, True, delay_s)
+            else:
+                self.clock.after(delay_s, partial(self._schedule, progress, other))
 
     def _all_reduce(self, progress: _Progress, place: int) -> None:
         """Waits for all ranks; then everyone sends and receives."""
@@ -444,6 +550,114 @@ class SimulatedRank:
         if spans is not None:
             end_s = self.clock.now_s
             spans.append(Span(self.rank, verb, sync, chunk, queue, start_s, end_s, num_bytes))
+
+
+class _NextForward:
+    """The forward pass that follows backward on one rank, and the optimizer's work on each unit.
+
+    The model does one thing at a time. Where forward needs a unit whose mean has not arrived, the
+    optimizer works on others meanwhile, those first that are needed first.
+    """
+
+    def __init__(self, rank: SimulatedRank, model: ModelWork, units: Sequence[Unit]) -> None:
+        self._rank = rank
+        self._model = model
+        self._units = units
+        self._missing = {sync.index for sync in rank.syncs}
+        """Units whose mean has not arrived."""
+        self._order = forward_order([unit.needed_s for unit in units])
+        self._num_used = 0
+        self._outdated = dict.fromkeys(self._order)
+        """Units that the optimizer has not worked on, in the order in which they are needed."""
+        self._done_s = 0.0
+        """Work of forward that has been done."""
+        self._is_busy = False
+        self._forward_start_s: float | None = None
+        """Since when forward has worked without a break."""
+        self._stall_start_s: float | None = None
+        """Since when there has been nothing to do."""
+
+    def arrive(self, unit: int) -> None:
+        """Takes note that the mean of a unit has arrived."""
+        self._missing.discard(unit)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Starts what comes next, unless backward or something else is at work."""
+        if self._is_busy or not self._rank.is_backward_done:
+            return
+        while self._num_used < len(self._order):
+            unit = self._order[self._num_used]
+            if self._units[unit].needed_s > self._done_s:
+                self._forward(self._units[unit].needed_s)
+                return
+            if unit not in self._outdated:
+                self._num_used += 1
+                continue
+            known = next((one for one in self._outdated if one not in self._missing), None)
+            if known is None:
+                self._end_forward()
+                if self._stall_start_s is None:
+                    self._stall_start_s = self._rank.clock.now_s
+                return
+            del self._outdated[known]
+            if self._units[known].update_s > 0:
+                self._update(known)
+                return
+            if known == unit:
+                self._end_stall()
+        if self._model.forward_s > self._done_s:
+            self._forward(self._model.forward_s)
+        else:
+            self._end_stall()
+            self._end_forward()
+            self._rank.end()
+
+    def _forward(self, until_s: float) -> None:
+        self._end_stall()
+        if self._forward_start_s is None:
+            self._forward_start_s = self._rank.clock.now_s
+        work_s, self._done_s = until_s - self._done_s, until_s
+        self._work("", work_s)
+
+    def _update(self, unit: int) -> None:
+        self._end_stall()
+        self._end_forward()
+        self._work("optimizer", self._units[unit].update_s)
+
+    def _work(self, verb: str, work_s: float) -> None:
+        self._is_busy = True
+
+        def done() -> None:
+            self._is_busy = False
+            self.go_on()
+
+        self._rank.compute(verb, work_s, done)
+
+    def _end_forward(self) -> None:
+        start_s, self._forward_start_s = self._forward_start_s, None
+        if start_s is not None:
+            self._rank.record("forward", MODEL, 0, "model", start_s)
+
+    def _end_stall(self) -> None:
+        start_s, self._stall_start_s = self._stall_start_s, None
+        if start_s is None:
+            return
+        self._rank.stalled_s += self._rank.clock.now_s - start_s
+        unit = self._order[self._num_used]
+        self._rank.record("stall", unit, 0, "model", start_s)
+
+
+def forward_order(needed_s: Sequence[float]) -> list[int]:
+    """Returns the indices of units, given when forward needs each, in that order.
+
+    Of those that it needs at once, the one that backward completes last comes first.
+
+    Example:
+        >>> forward_order([2.0, 0.0, 0.0])
+        [2, 1, 0]
+    """
+    return sorted(range(len(needed_s)), key=lambda unit: (needed_s[unit], -unit))
 
 
 def _sent_share(num_ranks: int) -> float:

@@ -29,6 +29,8 @@ class CostedTask:
     """The class of a message, by which both ends name it."""
     depth: int
     """The position in the life of the chunk."""
+    is_back: bool
+    """Whether it belongs to the way of the mean back to all ranks."""
     num_needs: int
     followers: tuple[int, ...]
 
@@ -82,7 +84,8 @@ class _CostModel:
 
     def tasks(self, graph: Graph) -> list[CostedTask]:
         found = []
-        for task, behind in zip(graph.tasks, graph.followers, strict=True):
+        rows = zip(graph.tasks, graph.followers, graph.is_back, strict=True)
+        for task, behind, is_back in rows:
             computes = task.verb in COMPUTING
             slot = (task.reads or task.writes)[0]
             found.append(
@@ -94,6 +97,7 @@ class _CostModel:
                     peer=(task.to or task.of or (-1,))[0],
                     kind=MESSAGE_CLASS.get(slot.kind, 0),
                     depth=task.depth,
+                    is_back=is_back,
                     num_needs=len(task.needs),
                     followers=tuple(behind),
                 )

@@ -9,19 +9,24 @@
     spares       what gains nothing is sent as it is: no error for no time
 
 Each stage keeps what it finds better. The search ends when its patience does, with the best so far.
+
+All of that is for DDP. For a loop without it, `schedule_tries` then tries the schedules with what
+was found, and with nothing compressed.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
+from hipress.casync.graphs.schedules import SCHEDULES, Schedule
 from hipress.casync.graphs.strategies import candidates
-from hipress.plan import Decision, Plan, exempt_reason, plain_strategy
-from hipress.profile import GradientProfile, Profile
+from hipress.plan import Decision, Plan, ScheduleName, exempt_reason, plain_strategy
+from hipress.profile import GradientProfile, Network, Profile
 from hipress.secopa.budget import Budget
 from hipress.secopa.simulate import Simulator
 
@@ -34,6 +39,16 @@ WORTH = 0.002
 MOST_TRIES = 8
 """The most sizes, and the most numbers of buckets, that are tried."""
 
+SLICES = (2**19, 2**18, 2**22)
+"""Bytes of the slices that are tried, the usual size first."""
+
+CREDITS = (4, 1, 16)
+"""Credits that are tried, in slices, the usual one first."""
+
+LEAST_SLICE_TIMES = 4
+"""A slice is on the link for at least so many times what a message costs without its bytes, which
+then is at most a fifth of an exchange that sends one slice after the other."""
+
 Decisions = dict[str, Decision]
 
 
@@ -43,6 +58,16 @@ class Candidate:
 
     label: str
     plan: Plan
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleTry:
+    """A schedule and its predicted step time."""
+
+    schedule: Schedule
+    is_compressed: bool
+    """Whether gradients are compressed as in the plan; if not, all are sent as they are."""
     step_s: float
 
 
@@ -59,6 +84,8 @@ class SearchResult:
     """Step times with one codec and strategy for all gradients, by label."""
     candidates: tuple[Candidate, ...] = ()
     """Plans that compress something, the best first."""
+    schedules: tuple[ScheduleTry, ...] = ()
+    """Schedules for a loop without DDP, the best first."""
 
 
 def search(
@@ -69,6 +96,7 @@ def search(
     codecs: Sequence[str] | None = None,
     budget: Budget | None = None,
     reasons: Mapping[str, str] | None = None,
+    schedules: Sequence[ScheduleName] = SCHEDULES,
     patience_s: float = 10.0,
     epoch: int = 0,
 ) -> SearchResult:
@@ -82,16 +110,66 @@ def search(
         budget: What may be done to gradients; codecs of the convergence table if None.
         reasons: By gradient, why it is not compressed; small gradients and those of one dimension
             are not if None.
-        patience_s: Seconds after which to stop searching, and again to stop explaining; a few tries
-            are always made.
+        schedules: The schedules to try with what was found; none if DDP is certain to be used.
+        patience_s: Seconds after which to stop searching, again to stop explaining, and again to
+            stop trying schedules; a few tries are always made.
         epoch: The epoch of the plan.
     """
     simulator = Simulator(profile, num_ranks)
     if reasons is None:
         reasons = {g.name: exempt_reason(g.dims, g.numel) for g in simulator.model.gradients}
-    return _Search(simulator, strategies, budget or Budget(), codecs, reasons, patience_s).run(
+    found = _Search(simulator, strategies, budget or Budget(), codecs, reasons, patience_s).run(
         epoch
     )
+    tries = schedule_tries(simulator, found.plan, schedules, patience_s)
+    is_compressed = found.plan.num_compressed > 0
+    best = next((one.schedule for one in tries if one.is_compressed == is_compressed), None)
+    if best is None:
+        return found
+    sizes = {"slice_bytes": best.slice_bytes, "credit_bytes": best.credit_bytes}
+    plan = found.plan.model_copy(update={"schedule": best.name, **sizes})
+    return replace(found, plan=plan, schedules=tries)
+
+
+def schedule_tries(
+    simulator: Simulator, plan: Plan, names: Sequence[ScheduleName], patience_s: float
+) -> tuple[ScheduleTry, ...]:
+    """Returns the predicted steps of schedules with several sizes, the shortest first.
+
+    Args:
+        simulator: Simulates the cluster.
+        plan: Its decisions are tried, and nothing compressed.
+        names: The schedules to try.
+        patience_s: Seconds after which only the usual sizes are tried.
+    """
+    if simulator.num_ranks == 1:
+        return ()
+    deadline_s = time.perf_counter() + patience_s
+    sides = [True, False] if plan.num_compressed else [False]
+    least_bytes = least_slice_bytes(simulator.profile.network)
+    sizes = list(dict.fromkeys(max(size, least_bytes) for size in SLICES))
+    found = []
+    # Steps with slices of one size are simulated one after the other: the simulator keeps them.
+    for slice_bytes, is_compressed, credit, name in product(sizes, sides, CREDITS, names):
+        is_usual = slice_bytes == sizes[0] and credit == CREDITS[0]
+        if not is_usual and time.perf_counter() > deadline_s:
+            continue
+        schedule = Schedule(name=name, slice_bytes=slice_bytes, credit_bytes=credit * slice_bytes)
+        step_s = simulator.step_s(plan if is_compressed else {}, schedule)
+        found.append(ScheduleTry(schedule=schedule, is_compressed=is_compressed, step_s=step_s))
+    return tuple(sorted(found, key=lambda one: one.step_s))
+
+
+def usual_schedule(name: ScheduleName, network: Network) -> Schedule:
+    """Returns a schedule with the sizes that are tried first."""
+    slice_bytes = max(SLICES[0], least_slice_bytes(network))
+    return Schedule(name=name, slice_bytes=slice_bytes, credit_bytes=CREDITS[0] * slice_bytes)
+
+
+def least_slice_bytes(network: Network) -> int:
+    """Returns the size below which slices cost too much, by `LEAST_SLICE_TIMES`."""
+    message_s = network.message_work_s + network.latency_s
+    return math.ceil(LEAST_SLICE_TIMES * message_s * network.bytes_per_s)
 
 
 def shortlist(
@@ -106,7 +184,7 @@ def shortlist(
         slack: A share of the plain step.
         options: Options of `search`.
     """
-    found = search(profile, **options)  # type: ignore[arg-type]
+    found = search(profile, schedules=(), **options)  # type: ignore[arg-type]
     limit_s = found.plain_step_s * (1 + slack)
     return [one for one in found.candidates if one.step_s < limit_s][:most]
 

@@ -4,6 +4,7 @@ start(arrays, codec=...)    a session for a hand-written loop; `average` is one 
 Session, Settings           the exchange of one model's gradients
 Adapter, StepObserver       what a session asks of a framework, and tells about a step
 GradientSpec                one gradient as the framework describes it
+Options                     switches of the engine, for a session that orders its messages
 Mode                        what happens to the gradients of a step
 init, allreduce             process groups, and single tensors
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hipress.casync.engine.recipe import Options
 from hipress.codecs.base import Codec
 from hipress.errors import public
 from hipress.plan import MIN_SIZE, Plan
@@ -30,6 +32,7 @@ __all__ = [
     "Adapter",
     "GradientSpec",
     "Mode",
+    "Options",
     "Session",
     "Settings",
     "Stats",

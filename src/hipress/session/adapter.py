@@ -32,6 +32,8 @@ class GradientSpec:
     """Whether the framework makes it as a sparse tensor, which no codec takes."""
     rate_group: int | None = None
     """Gradients with different numbers may have different learning rates; None: not known."""
+    joins_last: bool = False
+    """Whether it always travels together with the gradient before it, where a schedule decides."""
 
 
 class StepObserver:
@@ -39,6 +41,9 @@ class StepObserver:
 
     def forward_begin(self, trains: bool = True) -> None:
         """The forward pass begins; `trains` is false for an evaluation, which is no step."""
+
+    def parameter_needed(self, name: str) -> None:
+        """The forward pass is about to use a parameter; frameworks may not report all of them."""
 
     def forward_end(self) -> None:
         """The forward pass has ended."""
@@ -73,6 +78,9 @@ class Adapter:
         """Calls the methods of an observer in every step; the result stops that."""
         self.observers.append(observer)
         return lambda: self.observers.remove(observer) if observer in self.observers else None
+
+    def finish_step(self) -> None:
+        """Ends a step whose averages the framework has yet to take, on all ranks alike."""
 
     @property
     def model(self) -> Any:

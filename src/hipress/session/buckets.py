@@ -39,7 +39,7 @@ class Gradient:
     spec: GradientSpec
     choice: Choice
     placements: tuple[Placement, ...]
-    """Its partitions and their routes; empty if it is not compressed."""
+    """Its partitions and their routes; empty if each exchange decides them."""
     sends_momentum: bool = False
     """Whether the optimizer must learn sizes from other gradients than those that the codec makes:
     where it can, its momentum travels."""
@@ -156,13 +156,13 @@ def grouped(gradients: Sequence[Gradient]) -> tuple[Group, ...]:
     groups = []
     for found, members in grouping.grouped(placed, key).items():
         inside = tuple(gradient for gradient, _ in members)
-        compressed = inside[0].is_compressed
+        is_placed = all(gradient.placements or not gradient.numel for gradient in inside)
         groups.append(
             Group(
                 codec=inside[0].choice.codec,
                 strategy=found.strategy,
                 gradients=inside,
-                placements=tuple(g.placements for g in inside) if compressed else None,
+                placements=tuple(g.placements for g in inside) if is_placed else None,
                 spans=tuple(span for _, span in members),
             )
         )

@@ -9,6 +9,7 @@ import torch
 
 from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.recipe import chunk_numel
+from hipress.casync.graphs import strategies
 from hipress.casync.graphs.partitions import Partitioner, Placement
 from hipress.codecs.table import codec as named_codec
 from hipress.plan import Plan
@@ -149,6 +150,8 @@ class Layout:
             choice = self.rules.choice_under(self.plan, spec)
         else:
             choice = self.rules.choice(spec)
+        if choice.codec.name == "none" and self._engine.options.slice_bytes is not None:
+            choice = replace(choice, strategy=_with_messages(choice.strategy))
         if made is not None:
             choice = _overridden(choice, made)
         sends_momentum = not choice.codec.keeps_sizes and self._offers_momentum(spec.name)
@@ -157,17 +160,24 @@ class Layout:
         if made is not None and made.flushes:
             choice, sends_momentum = replace(choice, codec=NONE, reason=made.reason), True
         placements: tuple[Placement, ...] = ()
-        if choice.codec.name != "none":
+        # A schedule sends many small exchanges; those without a codec need all aggregators, too.
+        is_scheduled = self._engine.options.slice_bytes is not None
+        if choice.codec.name != "none" or is_scheduled:
             # A milder codec keeps the place of the one before it, also in a run that is resumed.
             if spec.name not in self._placed:
                 most = chunk_numel(choice.codec, spec.device, self._engine.options)
                 self._placed[spec.name] = self._partitioner.place(
-                    spec.numel, most, choice.partitions
+                    spec.numel, most, choice.partitions, joins_last=spec.joins_last
                 )
             placements = self._placed[spec.name]
         return Gradient(
             spec=spec, choice=choice, placements=placements, sends_momentum=sends_momentum
         )
+
+
+def _with_messages(strategy: str) -> str:
+    """Returns a strategy whose messages a schedule can order, which torch's own sum has none of."""
+    return "ps" if strategies.get(strategy).sums_in_transport("none") else strategy
 
 
 def _overridden(choice: Choice, made: Override) -> Choice:

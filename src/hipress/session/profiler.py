@@ -49,6 +49,11 @@ class Profiler:
         self._path = Path()
         self._left = 0
 
+    @property
+    def is_active(self) -> bool:
+        """Whether steps are timed."""
+        return self._planner is not None
+
     def begin(
         self,
         session: Session,

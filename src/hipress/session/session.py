@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.handle import Handle, joint
+from hipress.casync.graphs.schedules import Order
 from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.recommendations import SAFE
@@ -114,6 +115,7 @@ class Session:
         group: Process group of torch.distributed; all ranks if None.
         enabled: False leaves every gradient to one uncompressed sum.
         alone: Whether this is the only process, which has nobody to exchange gradients with.
+        options: Options of the engine, the same on all ranks.
     """
 
     def __init__(
@@ -125,8 +127,10 @@ class Session:
         *,
         enabled: bool = True,
         alone: bool = False,
+        options: Options | None = None,
     ) -> None:
         self.settings = settings
+        self._options = options or Options()
         self.adapter = adapter or Adapter()
         self.layout = Layout(rules, self.adapter.offers_momentum)
         self.process_group = group
@@ -276,10 +280,12 @@ class Session:
 
         It loads with `weights_only=True`. For a large model, `save` needs far less memory.
         """
+        self.adapter.finish_step()
         return checkpoint.save(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where another run stopped, with any number of ranks; collective."""
+        self.adapter.finish_step()
         checkpoint.load(self, state_dict)
         self._restart()
 
@@ -292,6 +298,7 @@ class Session:
         Args:
             folder: A folder of its own that all hosts see.
         """
+        self.adapter.finish_step()
         shards.save(self, Path(folder))
 
     def load(self, folder: str | os.PathLike[str], entry: str = "") -> None:
@@ -301,6 +308,7 @@ class Session:
             folder: The folder that `save` was given, or `dcp.save` together with `shards()`.
             entry: The key of `shards()` in what `dcp.save` was given.
         """
+        self.adapter.finish_step()
         shards.load(self, Path(folder), entry)
         self._restart()
 
@@ -311,6 +319,7 @@ class Session:
         `dcp.save({"model": model.state_dict(), "sync": sync.shards()}, checkpoint_id=folder)`, and
         load them with `sync.load(folder, entry="sync")`.
         """
+        self.adapter.finish_step()
         return shards.shards(self)
 
     def _restart(self) -> None:
@@ -326,6 +335,7 @@ class Session:
         """
         if self.mode.is_leaving:
             return
+        self.adapter.finish_step()
         if self._engine is not None:
             self._engine.agree("detach", {"step": self.step})
         if self.auto is not None:
@@ -369,6 +379,7 @@ class Session:
         problem = engine.agree("timeline", facts, share=problem)[0]
         if problem is not None:
             raise UsageError(problem)
+        self.adapter.finish_step()
         if self._tracer is None:
             self._tracer = Tracer(self.adapter, engine, engine.gather, engine.clock_offset)
         own = weakref.ref(self)  # the observed model must not keep this object alive
@@ -385,6 +396,9 @@ class Session:
 
     def _is_steady(self, first: int) -> bool:
         """Returns whether the next step is like those after it, on all ranks alike."""
+        if self.step + 1 < first:
+            return False
+        self.adapter.finish_step()  # ranks that are ahead would begin to record a step earlier
         settled = self.auto is None or self.auto.phase in ("plain", "compressed")
         return self.step >= first and settled and self.times.is_steady
 
@@ -401,6 +415,7 @@ class Session:
         if self.idle:
             _log.info("no report is written: %s.", self.idle)
             return
+        self.adapter.finish_step()
         report.write(self, path)
 
     def profile(
@@ -437,6 +452,7 @@ class Session:
             raise UsageError(
                 "profile needs the model, which a bare hook does not know; use attach."
             )
+        self.adapter.finish_step()
         self._profiler.begin(self, path, steps, codecs)
 
     def check_replicas(self) -> None:
@@ -509,7 +525,7 @@ class Session:
 
     def open(self, device: torch.device) -> Engine:
         """Makes the engine, which ends with this session; collective."""
-        self._engine = engine_of(self.process_group, device, Options(), self.settings.seed)
+        self._engine = engine_of(self.process_group, device, self._options, self.settings.seed)
         weakref.finalize(self, self._engine.close)
         self.plain.exchanging = self._engine.executor.exchanging
         self.monitor.open(self._engine)
@@ -662,13 +678,21 @@ class Session:
         self._follow_scale()
         self._follow_rates()
 
-    def exchange(self, index: int, names: Sequence[str], buffer: torch.Tensor) -> Future:
+    def exchange(
+        self,
+        index: int,
+        names: Sequence[str],
+        buffer: torch.Tensor,
+        order: Order | None = None,
+    ) -> Future:
         """Starts to replace a bucket of gradients by their mean over all ranks, in place.
 
         Args:
             index: Number of the bucket in this step.
             names: Registered gradients that lie in the buffer one after the other.
             buffer: Their elements, flat.
+            order: Its places among the buckets of the step, the same on all ranks (see
+                `hipress.casync.graphs.schedules`).
 
         Returns:
             A torch future of the buffer.
@@ -696,17 +720,32 @@ class Session:
         if self.guard is not None and self.guard.is_active:
             self.guard.take(self, bucket, buffer, contents, later)
         handles = [
-            self._start_group(group, buffer, content)
+            self._start_group(group, buffer, content, order)
             for group, content in zip(bucket.groups, contents, strict=True)
         ]
         on_result = partial(_add_owed, later) if later else None
         return joint(handles, buffer, partial(self._note_failure, buffer), on_result)
 
-    def _start_group(self, group: Group, buffer: torch.Tensor, content: Content) -> Handle:
+    @property
+    def meets_at_end(self) -> bool:
+        """Whether ranks wait for each other at the end of this step, so that all must end it at the
+        same place of their program."""
+        return self._profiler.is_active or (self._tracer is not None and self._tracer.is_last)
+
+    def note_wait(self, names: Sequence[str], start_ns: int) -> None:
+        """Takes note for a timeline that the framework has waited for means until now."""
+        if self._tracer is not None:
+            self._tracer.on_wait(names, start_ns)
+
+    def _start_group(
+        self, group: Group, buffer: torch.Tensor, content: Content, order: Order | None
+    ) -> Handle:
         """Starts the exchange of the gradients of a bucket that travel together."""
         values = [buffer[start:stop] for start, stop in group.spans]
         if self.mode.current is Mode.WARMUP:
-            return self.engine.allreduce(values, codec=NONE, names=group.names, step=self.step)
+            return self.engine.allreduce(
+                values, codec=NONE, names=group.names, step=self.step, order=order
+            )
         if content is Content.REFRESH:
             return self.engine.allreduce(
                 values,
@@ -714,6 +753,7 @@ class Session:
                 strategy=group.strategy,
                 names=group.refresh_names,
                 step=self.step,
+                order=order,
             )
         return self.engine.allreduce(
             values,
@@ -725,7 +765,13 @@ class Session:
             lr_ratio=self._rate_ratio(group),
             weights=self._weights(group) if group.wants_weights else None,
             loss_scale=self.scale,
+            order=order,
         )
+
+    def check(self) -> None:
+        """Raises what went wrong in this step, before its means are used."""
+        if self._failure is not None:
+            raise self._failure
 
     def end_step(self) -> None:
         """Ends a step after the framework took the averages; raises what went wrong in it."""
@@ -735,8 +781,7 @@ class Session:
         if self.mode.current is Mode.DETACHED:
             return
         self.monitor.end_step(self)
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         self.times.end_step(self.engine)
         if accumulating := self._with_momentum or self.layout.senders:
             self.adapter.note_means(accumulating)

@@ -1,7 +1,8 @@
 """Measures training steps: how long a step takes, and when each gradient is ready.
 
-`StepClock` times whole steps. `GradientTimer` times the work of forward, of backward up to each
-gradient, and of the rest. Both are observers: the framework adapter calls them in every step.
+`StepClock` times whole steps. `GradientTimer` times the work of forward up to each parameter, of
+backward up to each gradient, and of the rest. Both are observers: the framework adapter calls them
+in every step.
 
 Clocks of `GradientTimer`. On a CPU, work is CPU time. The clock `process` counts all threads of the
 process, which is right for a step without any exchange. An exchange in the same process would be
@@ -113,6 +114,8 @@ class Step:
     """The moments of one step."""
 
     begin: Moment
+    needed: dict[str, Moment] = field(default_factory=dict)
+    """When the forward pass first used each parameter, as far as the framework reports that."""
     forward_end: Moment | None = None
     resumed: Moment | None = None
     """When the step of another model ended between forward and backward."""
@@ -154,6 +157,12 @@ class GradientTimer(StepObserver):
             self.end_step()
         if trains:
             self._step = Step(self._now())
+
+    def parameter_needed(self, name: str) -> None:
+        """Notes that the forward pass is about to use a parameter; the first time counts."""
+        step = self._step
+        if step is not None and not step.ready and name not in step.needed:
+            step.needed[name] = self._now()
 
     def forward_end(self) -> None:
         """Notes the end of the forward pass."""
@@ -236,6 +245,11 @@ class GradientTimer(StepObserver):
             one: statistics.median(work(_backward_begin(step), step.ready[one]) for step in steps)
             for one in shared
         }
+        in_forward = shared.intersection(*(step.needed for step in steps))
+        needed = {
+            one: statistics.median(work(step.begin, step.needed[one]) for step in steps)
+            for one in in_forward
+        }
         totals = [work(step.begin, _end(step)) for step in steps]
         middle = statistics.median(totals)
         known = errors or {}
@@ -245,6 +259,7 @@ class GradientTimer(StepObserver):
                 numel=self._specs[one].numel,
                 dims=self._specs[one].dims,
                 ready_s=ready[one],
+                needed_s=needed.get(one),
                 errors=dict(known.get(one, {})),
             )
             for one in sorted(ready, key=ready.__getitem__)
@@ -323,10 +338,18 @@ def merged(profiles: Sequence[ModelProfile]) -> ModelProfile:
         for name in MODEL_TIMES
     }
     ready: dict[str, list[float]] = {}
+    needed: dict[str, list[float]] = {}
     for gradient in (gradient for profile in profiles for gradient in profile.gradients):
         ready.setdefault(gradient.name, []).append(gradient.ready_s)
+        if gradient.needed_s is not None:
+            needed.setdefault(gradient.name, []).append(gradient.needed_s)
     gradients = [
-        one.model_copy(update={"ready_s": statistics.median(ready[one.name])})
+        one.model_copy(
+            update={
+                "ready_s": statistics.median(ready[one.name]),
+                "needed_s": statistics.median(needed[one.name]) if one.name in needed else None,
+            }
+        )
         for one in profiles[0].gradients
     ]
     found["gradients"] = tuple(sorted(gradients, key=lambda one: one.ready_s))

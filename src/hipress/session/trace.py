@@ -60,6 +60,11 @@ class Tracer(StepObserver):
         """Whether steps are recorded, or will be."""
         return self._stop_observing is not None
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the timeline is written at the end of this step."""
+        return self._recording and self._step == self._steps - 1
+
     def begin(
         self,
         path: str | os.PathLike[str],
@@ -93,6 +98,7 @@ class Tracer(StepObserver):
         self._forward_ns: int | None = None
         self._backward_ns: int | None = None
         self._last_bucket_ns: int | None = None
+        self._has_waits = False
         self._stop_observing = self._adapter.observe(self)
 
     def on_bucket(self, index: int, names: Sequence[str]) -> None:
@@ -115,17 +121,24 @@ class Tracer(StepObserver):
             self._backward_ns = now_ns
         self._last_bucket_ns = now_ns
 
+    def on_wait(self, names: Sequence[str], start_ns: int) -> None:
+        """Draws a wait for the means of some gradients, which ends now."""
+        if self._recording:
+            self._note("wait", start_ns, time.perf_counter_ns(), ", ".join(names))
+            self._has_waits = True
+
     def on_step_end(self) -> None:
         """Notes that gradients are synchronised; after the last step writes, then collective."""
         if not self._recording:
             return
         now_ns = time.perf_counter_ns()
-        # With the last bucket the gradients are computed; what follows is a wait for the others.
+        # With the last bucket the gradients are computed; what follows is a wait for the others,
+        # unless the next forward pass has begun, or single waits were drawn.
         ready_ns = self._last_bucket_ns or now_ns
         self._end_backward(ready_ns)
-        if ready_ns < now_ns:
+        if max(ready_ns, self._forward_ns or 0) == ready_ns < now_ns and not self._has_waits:
             self._note("wait", ready_ns, now_ns)
-        self._last_bucket_ns = None
+        self._last_bucket_ns, self._has_waits = None, False
         self._step += 1
         if self._step == self._steps:
             self.finish()
@@ -163,13 +176,15 @@ class Tracer(StepObserver):
 
     def forward_begin(self, trains: bool = True) -> None:
         """Starts recording with the first forward pass of a step."""
-        now_ns = time.perf_counter_ns()
         if not self._recording:
             if not (trains and self._is_ready()):
                 return
             self._recording = True
             self._events = self._engine.record()
             self._first = len(self._events)
+        now_ns = time.perf_counter_ns()
+        if self._last_bucket_ns is not None:  # its means are taken in this forward pass
+            self._end_backward(self._last_bucket_ns)
         # A backward pass that was not synchronised (accumulated gradients) has reported no end.
         self._end_backward(now_ns, "drawn until the next forward: its end was not seen")
         self._forward_ns = now_ns

@@ -14,6 +14,7 @@ from hipress.plan import MIN_SIZE, Plan
 from hipress.session import Session, Settings, Stats
 from hipress.session.setup import AUTO, DEFAULT_CODEC, begin, decide, show_log
 from hipress.torch.ddp import DDPAdapter, clean, hook, sparse_names
+from hipress.torch.distributed_optimizer import DistributedOptimizer
 from hipress.torch.optim import Adam, AdamW, MomentumExchange
 
 if TYPE_CHECKING:
@@ -22,7 +23,16 @@ if TYPE_CHECKING:
 Sync = Session
 """What `attach` returns."""
 
-__all__ = ["Adam", "AdamW", "MomentumExchange", "Stats", "Sync", "attach", "comm_hook"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "DistributedOptimizer",
+    "MomentumExchange",
+    "Stats",
+    "Sync",
+    "attach",
+    "comm_hook",
+]
 
 
 @public

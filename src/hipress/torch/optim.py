@@ -163,6 +163,9 @@ class _AdamExchange:
     def _init_exchange(self, warmup: int, every: int) -> None:
         self.refresh_warmup = warmup
         self.refresh_every = every
+        self.knows_incoming = False
+        """Whether every exchange is announced (`note_incoming`), so that nothing is concluded from
+        what happened to `.grad` since."""
         self._exchanges = False
         """Whether momentum may be exchanged."""
         self._holds_momentum: set[torch.Tensor] = set()
@@ -315,7 +318,8 @@ class _AdamExchange:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._forget_replaced()
+        if not self.knows_incoming:
+            self._forget_replaced()
         for parameter in [p for p in self._counts if not self.state.get(p)]:
             del self._counts[parameter]  # its state was cleared
             self._known_factors.pop(parameter, None)
@@ -340,16 +344,17 @@ class _AdamExchange:
             if parameter not in own and parameter.grad is not None and parameter in trained:
                 beta2 = float(self._group_of(parameter)["betas"][1])
                 self._counts[parameter] = count.after_torch(beta2)
-        self._store_counts(own)
-        self._note_used()
+        self._store_counts(own, trained)
+        if not self.knows_incoming:
+            self._note_used()
         return loss
 
-    def _store_counts(self, own: set[torch.Tensor]) -> None:
+    def _store_counts(self, own: set[torch.Tensor], trained: set[torch.Tensor]) -> None:
         """Puts the counts into the state, which checkpoints contain."""
         for parameter, state in self.state.items():
             # In an exchange all have them: torch.distributed.checkpoint loads what a step with
-            # gradients of zero has made.
-            if state and (self._exchanges or parameter in own):
+            # gradients of zero has made. A step may be one of some parameters only.
+            if state and parameter in trained and (self._exchanges or parameter in own):
                 count = self._count(parameter)
                 state["sq_updates"], state["sq_step"] = count.sq_updates, count.sq_step
                 state["sq_weight"], state["sq_at"] = count.sq_weight, count.step
@@ -453,7 +458,8 @@ class _AdamExchange:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what is known of them."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        self._forget_incoming()
+        if not self.knows_incoming:
+            self._forget_incoming()
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -10,8 +10,10 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from hipress.casync.graphs import schedules
 from hipress.errors import UsageError
 from hipress.recommendations import ADAM, SAFE, SGD, momentum_codec, recommended
+from hipress.units import parse_size
 from hipress.version import docs_url
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -106,6 +108,7 @@ DATA = (
 )
 CODEC = "Expression, e.g. 'dgc(ratio=0.01)'; auto; uncompressed is plain DDP."
 PLAN = "File that decides for each gradient: plan.json, or SeCoPaPlan.txt with --codec."
+SCHEDULE = "Without DDP, messages in order: fifo, priority or overlap."
 MODEL = f"A built-in model ({docs_url('models')}), or package.module:callable."
 
 
@@ -127,6 +130,12 @@ class TrainConfig:
     codec: Annotated[str | None, _exchange(help=CODEC)] = None
     """None selects a default, by optimizer and number of ranks."""
     strategy: Annotated[str | None, _exchange(help="ps, ring, hierarchical or allreduce.")] = None
+    order: Annotated[str | None, _exchange("--schedule", help=SCHEDULE)] = None
+    """The schedule of a DistributedOptimizer; None trains with DDP."""
+    slice: Annotated[str | None, _exchange(help="Bytes of a message of --schedule; 512KiB.")] = None
+    credit: Annotated[
+        str | None, _exchange(help="Bytes on their way out at once, of --schedule; 4 slices.")
+    ] = None
     plan: Annotated[Path | None, _exchange(help=PLAN)] = None
     """Codec and strategy fill in what the file leaves open, as a SeCoPaPlan.txt does."""
     min_size: Annotated[
@@ -185,6 +194,14 @@ class TrainConfig:
     timeline: Annotated[Path | None, _output(help="Trace of five steps, for Perfetto.")] = None
     device: Annotated[str, _machine(help="auto, cpu or cuda.")] = "auto"
     backend: Annotated[str, _machine(help="auto, gloo or nccl.")] = "auto"
+
+    @property
+    def slice_bytes(self) -> int | None:
+        return None if self.slice is None else parse_size(self.slice)
+
+    @property
+    def credit_bytes(self) -> int | None:
+        return None if self.credit is None else parse_size(self.credit)
 
     @property
     def sgd_momentum(self) -> float:
@@ -257,7 +274,24 @@ class TrainConfig:
             raise UsageError(
                 "--checkpoint-every needs a folder to write to; give --checkpoint DIR."
             )
+        self._check_order()
         self._check_plan()
+
+    def _check_order(self) -> None:
+        """Raise a UsageError for a schedule that nothing could follow."""
+        if self.order is None:
+            return
+        schedules.check(self.order)
+        if self.codec == AUTO:
+            raise UsageError(
+                f"--codec {AUTO} may go back to DDP, which --schedule takes the place of; give a "
+                "codec, or none to send gradients as they are."
+            )
+        if self.strategy == "allreduce":
+            raise UsageError(
+                "--strategy allreduce leaves messages to torch, so --schedule cannot order them; "
+                "give ps, ring or hierarchical."
+            )
 
     def _check_plan(self) -> None:
         """Raise a UsageError for a codec or strategy if the plan leaves none open."""
@@ -288,6 +322,8 @@ class TrainConfig:
             "--side": (self.side is not None, self.data == "imagefolder", "--data imagefolder"),
             "--length": (self.length is not None, self.data in TEXTS, "text"),
             "--tokens": (self.tokens is not None, self.data in TEXTS, "text"),
+            "--slice": (self.slice is not None, self.order is not None, "--schedule"),
+            "--credit": (self.credit is not None, self.order is not None, "--schedule"),
         }
         for option, (is_given, has_effect, needs) in needed.items():
             if is_given and not has_effect:
@@ -303,6 +339,7 @@ class TrainConfig:
     def _exchange_options(self) -> list[str]:
         given = {
             "--strategy": self.strategy is not None,
+            "--schedule": self.order is not None,
             "--plan": self.plan is not None,
             "--timeline": self.timeline is not None,
             "--check-every": self.check_every > 0,

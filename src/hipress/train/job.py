@@ -1,4 +1,5 @@
-"""One rank of a training job: model, data and codec by name, DDP and `hipress.attach`.
+"""One rank of a training job: model, data and codec by name, DDP and `hipress.attach`, or, with a
+schedule, `hipress.torch.DistributedOptimizer`.
 
     start         build model, DDP, optimizer and exchange; load a checkpoint
     every step    batch -> forward -> backward, which exchanges gradients -> optimizer
@@ -13,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -32,7 +34,9 @@ from hipress.session.buckets import applies_decay, has_momentum
 from hipress.session.replicas import compare
 from hipress.session.setup import DEFAULT_CODEC
 from hipress.session.trace import check_path
-from hipress.torch.ddp import clean, sparse_names, spec_of
+from hipress.torch.adapter import spec_of
+from hipress.torch.ddp import clean, sparse_names
+from hipress.torch.distributed_optimizer import LEAST_SLICE_BYTES, DistributedOptimizer
 from hipress.train import checkpoints, models
 from hipress.train.batches import Sampler, test_batches, train_batches
 from hipress.train.config import AUTO, PLAIN, TrainConfig
@@ -135,6 +139,12 @@ class Job:
             "num_loaders": default_loaders if config.loaders is None else config.loaders,
             "pin": self.device.type == "cuda",
         }
+        for option, size in (("--slice", config.slice_bytes), ("--credit", config.credit_bytes)):
+            if size is not None and size < LEAST_SLICE_BYTES:
+                raise UsageError(
+                    f"{option} is {size} bytes; give {LEAST_SLICE_BYTES} at least: smaller "
+                    "messages take longer to handle than to send."
+                )
         if config.checkpoint is not None:
             checkpoints.check_folder(config.checkpoint, resumes=config.resume)
         arguments = self._selection_arguments()
@@ -173,21 +183,29 @@ class Job:
     def _build(self) -> None:
         config, device = self.config, self.device
         self.model.to(device)
-        self.ddp = DistributedDataParallel(
+        self.scaler = torch.amp.GradScaler(device.type) if config.amp == "fp16" else None
+        # One rank sends no messages that a schedule could order, and may yet apply a codec.
+        if config.order is not None and self.num_ranks > 1:
+            self._build_without_ddp()
+            return
+        ddp = DistributedDataParallel(
             self.model,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             # Ranks that drew the same weights need not send them, which takes minutes at low rates.
             init_sync=not self.ranks.have_same(self.model),
         )
-        self.scaler = torch.amp.GradScaler(device.type) if config.amp == "fp16" else None
         enabled = config.codec != PLAIN
         if self.num_ranks == 1 and config.codec != AUTO:
             enabled = enabled and self._compresses_any()
-        self.optimizer = make_optimizer(config, self.model, self.rules if enabled else None)
+        self.trained: nn.Module = ddp
+        """The model to train with: in DDP, unless there is a schedule."""
+        self._no_sync: Callable[[], AbstractContextManager[None]] = ddp.no_sync
+        rules = self.rules if enabled else None
+        self.optimizer: torch.optim.Optimizer = make_optimizer(config, self.model, rules)
         with contextlib.nullcontext() if enabled else _without_information():
             self.sync = hipress.attach(
-                self.ddp,
+                ddp,
                 **self._selection_arguments(),
                 warmup_steps=config.plain_steps,
                 optimizer=self.optimizer,
@@ -197,6 +215,24 @@ class Job:
                 seed=config.seed,
                 guard=config.guard,
             )
+
+    def _build_without_ddp(self) -> None:
+        config = self.config
+        optimizer = DistributedOptimizer(
+            make_optimizer(config, self.model, self.rules),
+            self.model.named_parameters(),
+            **self._selection_arguments(),
+            schedule=config.order,
+            slice_bytes=config.slice_bytes,
+            credit_bytes=config.credit_bytes,
+            warmup_steps=config.plain_steps,
+            scaler=self.scaler,
+            check_every=config.check_every,
+            seed=config.seed,
+            guard=config.guard,
+        )
+        self.trained, self._no_sync = self.model, optimizer.no_sync
+        self.optimizer, self.sync = optimizer, optimizer.sync
 
     def _compresses_any(self) -> bool:
         return any(
@@ -220,6 +256,7 @@ class Job:
             num_test=self.data.num_test,
             codec=codec,
             strategy=None if codec in (PLAIN, AUTO, "plan") else sync.rules.strategy,
+            schedule=config.order,
             num_compressed=len(compressed),
             num_gradients=len(sizes),
             compressed_share=sum(sizes[name] for name in compressed) / sum(sizes.values()),
@@ -314,6 +351,8 @@ class Job:
         }
 
     def close(self) -> None:
+        if isinstance(self.optimizer, DistributedOptimizer):
+            self.optimizer.synchronize()
         if self.sync.enabled:
             self.sync.engine.close()
 
@@ -346,9 +385,9 @@ class Job:
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, 1):
             waits = number < len(parts)
-            with self.ddp.no_sync() if waits else contextlib.nullcontext():
+            with self._no_sync() if waits else contextlib.nullcontext():
                 with self._autocast():
-                    loss = self.task.loss(self.ddp, self._on_device(part)) / len(parts)
+                    loss = self.task.loss(self.trained, self._on_device(part)) / len(parts)
                 torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
             total += loss.detach()
         if self._is_own and self.step == self._first:  # DDP would raise in the next step

@@ -19,6 +19,8 @@ class Facts:
     codec: str
     """An expression, `auto`, `uncompressed` for DDP alone, or `plan` if a plan decides."""
     strategy: str | None
+    schedule: str | None = None
+    """The order of messages; None with DDP."""
     num_compressed: int
     num_gradients: int
     compressed_share: float

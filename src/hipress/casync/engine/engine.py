@@ -28,6 +28,7 @@ from hipress.casync.engine.state_store import StateStore
 from hipress.casync.engine.transport import LinkError, Transport, connections, opened_sockets
 from hipress.casync.graphs import strategies
 from hipress.casync.graphs.partitions import Placement
+from hipress.casync.graphs.schedules import Order
 from hipress.casync.ranks.agreement import Agreement
 from hipress.casync.ranks.heartbeats import Heartbeats, longest_silence_s
 from hipress.casync.ranks.lost_store import in_the_store
@@ -146,6 +147,9 @@ class Engine:
         """The key of the recipe of each named tensor."""
         self._steps: dict[tuple[str, ...], int] = {}
         self._sequence = 0
+        self._turn = 0
+        self._scheduled_step: int | None = None
+        """The step of the last exchange that a schedule gave an order."""
         self._callback_threads = CallbackThreads()
         self._num_agreed = 0
         self._lock = threading.Lock()
@@ -191,7 +195,10 @@ class Engine:
                 self.device,
                 self._heartbeats.explain,
                 settings.exchange_threads(num_local_ranks),
+                self.options.credit_bytes,
             )
+            if self.options.credit_bytes is not None:
+                transport.keep_unsent_small()
 
     def allreduce(
         self,
@@ -207,6 +214,7 @@ class Engine:
         lr_ratio: float | None = None,
         weights: Sequence[torch.Tensor] | None = None,
         loss_scale: float = 1.0,
+        order: Order | None = None,
     ) -> Handle:
         """Starts to replace tensors by their mean over all ranks, in place.
 
@@ -225,6 +233,9 @@ class Engine:
             weights: The parameters, flat, for codecs that decay them.
             loss_scale: The factor that the tensors carry, the same on all ranks; it applies to
                 options of codecs in units of the gradient (see `Codec.scaled`).
+            order: Its places among the exchanges of this step, which must be given. More urgent
+                ones then overtake it, the same way on all ranks; a transport without tags, whose
+                messages need one order, ignores it.
         """
         self._check_process()
         self.executor.check()
@@ -238,9 +249,14 @@ class Engine:
         with self._lock:
             self._sequence += 1
             sequence = self._sequence
+            if order is None or step != self._scheduled_step:
+                self._turn += 1
+                self._scheduled_step = step if order is not None else None
+            turn = self._turn
             use = prepared.num_uses
             prepared.num_uses += 1
         exchange = self._exchange_for(prepared)
+        exchange.turn, exchange.order = turn, order
         if step is None:
             step = use
             if named is not None:
@@ -661,6 +677,8 @@ class Engine:
             "bulk": self.options.bulk,
             "elements of a chunk": self.options.chunk_numel,
             "compression on the CPU": self.options.compress_on_cpu,
+            "slice_bytes": self.options.slice_bytes,
+            "credit_bytes": self.options.credit_bytes,
             "seed": self._seed,
         }
 

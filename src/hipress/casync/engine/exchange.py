@@ -28,6 +28,7 @@ from hipress.casync.engine.recipe import Recipe, without_state
 from hipress.casync.engine.state_store import Key, StateStore
 from hipress.casync.engine.transport import Pending
 from hipress.casync.graphs.graph import COMPUTING, Kind, Slot, Task, Verb
+from hipress.casync.graphs.schedules import Order
 from hipress.codecs import frame
 from hipress.codecs.base import RANDOM_KEYS, WEIGHT, Codec, State
 from hipress.codecs.bulk import Bulk
@@ -105,7 +106,7 @@ class Exchange:
         self.chunks = [
             Chunk(
                 partitions,
-                None if recipe.is_plain else recipe.codec,
+                None if recipe.is_plain or recipe.sends_elements else recipe.codec,
                 recipe.dtype,
                 home=recipe.device,
                 device=self.device,
@@ -139,6 +140,10 @@ class Exchange:
         self.sequence = 0
         self.use = 0
         self.step = 0
+        self.turn = 0
+        """Exchanges of an earlier turn go first; those of one step of a schedule share a turn."""
+        self.order: Order | None = None
+        """Its places among the exchanges of its turn; None if no schedule decides."""
         self.is_first_use = False
         """Whether its tasks were bound for this use: kernels that are missing are compiled now."""
         self.tag = 0
@@ -157,6 +162,13 @@ class Exchange:
         """Bytes of all buffers: frames, copies of elements, and pinned copies."""
         buffers: list[Buffer | Chunk] = [*self._buffers.values(), *self._gradients, *self.chunks]
         return sum(one.num_bytes for one in buffers)
+
+    def urgency(self, index: int) -> tuple[int, int, int, int]:
+        """Returns the key of a task; the task with the smallest one goes first."""
+        order, place = self.order, 0
+        if order is not None:
+            place = order.back if self.recipe.graph.is_back[index] else order.out
+        return self.turn, place, self.sequence, index
 
     def prepare(
         self,
@@ -434,6 +446,9 @@ class Exchange:
             for k, (slot, weight) in enumerate(zip(task.reads, task.weights, strict=True))
         ]
         if target.kind is Kind.GRADIENT:
+            kinds = {slot.kind for slot in task.reads}
+            if kinds <= {Kind.GRADIENT, Kind.RAW} and self.recipe.dtype is torch.float32:
+                return self._mean_home(chunk, [self._read(slot, codec) for slot in task.reads])
             return self._merge_home(chunk, adds)
         buffer = self._buffer(target, codec)
         if target.kind is Kind.PLAIN:
@@ -480,6 +495,22 @@ class Exchange:
             if alpha != 1.0:
                 mean.mul_(alpha)
             chunk.elements.copy_(mean)
+            chunk.scatter()
+
+        return run
+
+    def _mean_home(
+        self, chunk: Chunk, reads: Sequence[Callable[[], torch.Tensor]]
+    ) -> Callable[[], object]:
+        """Binds the mean of elements, added up in rank order, into the gradient itself."""
+        scale = 1.0 / len(reads)
+
+        def run() -> None:
+            first, second, *rest = [read() for read in reads]
+            total = torch.add(first, second, out=scratch.take(chunk.numel, self.device))
+            for part in rest:
+                total.add_(part)
+            torch.mul(total, scale, out=chunk.elements)
             chunk.scatter()
 
         return run

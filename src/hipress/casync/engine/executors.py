@@ -6,8 +6,10 @@
                   or a few
     gate          on a GPU, holds the first tasks of an exchange back until its gradients are there
     communicate   starts sends and receives and never waits for the network; small sends are started
-                  by the thread that made them
-    waiters       wait for what was started: one for the messages of each peer, one for all sends
+                  by the thread that made them; so are those of a schedule, the most urgent first,
+                  as far as the credit goes
+    waiters       wait for what was started: one for the messages of each peer, one for all sends;
+                  in a schedule, where messages overtake each other, one for each exchange and peer
 
 A task is released when the last one it needs is done; there is no other order. Tagged messages may
 overtake each other, so no queue ever waits for another rank's order. gloo reports a message only to
@@ -27,6 +29,7 @@ next.
 from __future__ import annotations
 
 import heapq
+import math
 import queue
 import threading
 import time
@@ -40,6 +43,7 @@ from hipress.casync.engine.exchange import Exchange
 from hipress.casync.engine.handle import CLOSE_S
 from hipress.casync.engine.memory import new_stream
 from hipress.casync.engine.transport import Pending, Transport, finish
+from hipress.casync.graphs import schedules
 from hipress.casync.graphs.graph import COMPUTING, Verb
 from hipress.casync.graphs.shape import TAG_BITS
 from hipress.compll.backends.threads import stay_on_this_thread
@@ -48,11 +52,15 @@ from hipress.timeline import Event
 
 MAX_WAITERS = 16
 """Peers beyond this number share waiters."""
+MAX_WAITING = 128
+"""Exchanges of a schedule beyond this number share waiters."""
+ALL_SENDS = (-1, -1)
+"""The waiter for the ends of exchanges, and for sends without a schedule."""
 
 NUM_RECIPES, NUM_USES = 2**9, 2**6
 """Recipes, and uses of one recipe, that have tags of their own. With TAG_BITS they fill 30 bits;
 gloo takes 31, and tags from 2**30 on belong to probes of the network."""
-_STOP = (-1, -1)
+_STOP = (-1, -1, -1, -1)
 
 
 Explain = Callable[[BaseException], BaseException]
@@ -206,6 +214,7 @@ class BaseExecutor:
                     chunk=task.chunk,
                     queue=queue,
                     wire_bytes=None if message is None else message.wire_bytes,
+                    priority=None if exchange.order is None else exchange.urgency(index)[1],
                     start_ns=start_ns,
                     end_ns=end_ns,
                 )
@@ -225,14 +234,16 @@ class Executor(BaseExecutor):
         device: torch.device,
         explain: Explain = lambda error: error,
         num_threads: int = 1,
+        credit_bytes: int | None = None,
     ) -> None:
         super().__init__(transport, device, explain)
         self._lock = threading.Lock()
+        self._scheduled = _ScheduledSends(math.inf if credit_bytes is None else credit_bytes)
         self._ready = _ReadyTasks()
         self._posts: queue.SimpleQueue[tuple[Exchange, int] | None] = queue.SimpleQueue()
         self._gated: queue.SimpleQueue[tuple[torch.cuda.Event, Exchange, list[int]] | None]
         self._gated = queue.SimpleQueue()
-        self._waits: dict[int, queue.SimpleQueue[Any]] = {}
+        self._waits: dict[tuple[int, int], queue.SimpleQueue[Any]] = {}
         self._threads: list[threading.Thread] = []
         self.num_threads = num_threads if self.stream is None else 1
         for _ in range(self.num_threads):
@@ -308,7 +319,10 @@ class Executor(BaseExecutor):
     def _dispatch(self, exchange: Exchange, index: int) -> None:
         task = exchange.recipe.graph.tasks[index]
         if task.verb in COMPUTING:
-            self._ready.push((exchange.sequence, index), exchange)
+            self._ready.push(exchange.urgency(index), exchange)
+        elif task.verb is Verb.SEND and exchange.order is not None:
+            self._scheduled.push(exchange, index)
+            self._start_scheduled()
         elif task.verb is Verb.SEND and exchange.bound.is_light[index]:
             self._post(exchange, index)
         else:
@@ -329,7 +343,7 @@ class Executor(BaseExecutor):
             self._dispatch(exchange, follower)
         if last:
             # What was sent must have left before its memory is used again.
-            self._wait_for(-1, exchange, -1, _All(exchange.sends), 0)
+            self._wait_for(ALL_SENDS, exchange, -1, _All(exchange.sends), 0)
 
     def _compute(self) -> None:
         stay_on_this_thread()
@@ -364,13 +378,20 @@ class Executor(BaseExecutor):
         if task.verb is Verb.RECV:
             buffer, of, tag = message.recvs[0]
             pending = self.transport.recv(buffer.wire, of, exchange.tag | tag)
-            self._wait_for(of % MAX_WAITERS, exchange, index, pending, start_ns)
+            waiter = (of % MAX_WAITERS, 0)
+            if exchange.order is not None:
+                # They come in the order of the schedule, not in that in which they were asked for.
+                is_back = exchange.recipe.graph.is_back[index]
+                waiter = waiter[0], 1 + 2 * (exchange.recipe.number % MAX_WAITING) + is_back
+            self._wait_for(waiter, exchange, index, pending, start_ns)
         elif task.verb is Verb.SEND:
             buffer, to, tag = message.sends[0]
             buffer.before_send()
             pending = self.transport.send(buffer.wire, to, exchange.tag | tag)
-            if exchange.recipe.graph.followers[index]:
-                self._wait_for(-1, exchange, index, pending, start_ns)
+            if exchange.order is not None:
+                self._wait_for((to % MAX_WAITERS, -1), exchange, index, pending, start_ns)
+            elif exchange.recipe.graph.followers[index]:
+                self._wait_for(ALL_SENDS, exchange, index, pending, start_ns)
             else:
                 # No task needs to know when it has left, so no thread wakes up for it.
                 exchange.sends.append(pending)
@@ -378,16 +399,28 @@ class Executor(BaseExecutor):
                 self._release(exchange, index)
         else:
             pending = self.transport.all_reduce(exchange.addend(task.chunk))
-            self._wait_for(-1, exchange, index, pending, start_ns)
+            self._wait_for(ALL_SENDS, exchange, index, pending, start_ns)
+
+    def _start_scheduled(self) -> None:
+        """Starts the sends that come next, as many as the credit allows."""
+        scheduled = self._scheduled
+        with scheduled.starting:
+            while (found := scheduled.pop()) is not None:
+                self._post(*found)
 
     def _wait_for(
-        self, waiter: int, exchange: Exchange, index: int, pending: Pending, start_ns: int
+        self,
+        waiter: tuple[int, int],
+        exchange: Exchange,
+        index: int,
+        pending: Pending,
+        start_ns: int,
     ) -> None:
         with self._lock:
             waits = self._waits.get(waiter)
             if waits is None:
                 waits = self._waits[waiter] = queue.SimpleQueue()
-                self._start("wait" if waiter < 0 else f"wait-{waiter}", self._wait, waits)
+                self._start("wait-{}-{}".format(*waiter), self._wait, waits)
         waits.put((exchange, index, pending, start_ns))
 
     def _wait(self, waits: queue.SimpleQueue[Any]) -> None:
@@ -402,20 +435,77 @@ class Executor(BaseExecutor):
                 exchange.bound.messages[index].recvs[0][0].after_recv()
             elif task.verb is Verb.ALL_REDUCE:
                 exchange.bound.work[index]()
+            elif task.verb is Verb.SEND and exchange.order is not None:
+                self._scheduled.note_sent(exchange, index)
+                self._start_scheduled()
             self._record(exchange, index, "send" if task.to else "recv", start_ns)
             self._release(exchange, index)
 
 
+class _ScheduledSends:
+    """Sends of exchanges with an order, of which only some are under way at once.
+
+    The others wait here, where more urgent ones can pass them, and not in a connection. A send
+    counts until its bytes have left; what other ranks do with them does not matter, or two ranks
+    whose credit is used by different gradients would wait for each other.
+
+    Args:
+        credit_bytes: Bytes that may be under way; one send always is.
+    """
+
+    def __init__(self, credit_bytes: float) -> None:
+        self.starting = threading.Lock()
+        """Held while sends are taken and started, so that they start in order."""
+        self._credit_bytes = credit_bytes
+        self._waiting: list[tuple[tuple[int, ...], Exchange]] = []
+        self._lock = threading.Lock()
+        self._sent_bytes = 0
+
+    def push(self, exchange: Exchange, index: int) -> None:
+        """Adds a send that can start."""
+        recipe = exchange.recipe
+        task = recipe.graph.tasks[index]
+        *unit, _ = exchange.urgency(index)
+        place = schedules.turn(task.chunk, task.to[0], recipe.rank, len(recipe.hosts))
+        with self._lock:
+            heapq.heappush(self._waiting, ((*unit, *place, index), exchange))
+
+    def pop(self) -> tuple[Exchange, int] | None:
+        """Returns the most urgent send and counts it as under way; None if it has to wait."""
+        with self._lock:
+            if not self._waiting:
+                return None
+            (*_, index), exchange = self._waiting[0]
+            num_bytes = _sent_bytes(exchange, index)
+            if self._sent_bytes and self._sent_bytes + num_bytes > self._credit_bytes:
+                return None
+            heapq.heappop(self._waiting)
+            self._sent_bytes += num_bytes
+            return exchange, index
+
+    def note_sent(self, exchange: Exchange, index: int) -> None:
+        """Takes note that the bytes of a send have left."""
+        with self._lock:
+            self._sent_bytes -= _sent_bytes(exchange, index)
+
+
+def _sent_bytes(exchange: Exchange, index: int) -> int:
+    message = exchange.bound.messages[index]
+    assert message is not None
+    return message.wire_bytes
+
+
 class _ReadyTasks:
-    """Tasks that can run, those of the oldest exchange first, in the order of its graph."""
+    """Tasks that can run, the most urgent first: those of the oldest exchange, in its graph's
+    order, unless a schedule decides."""
 
     def __init__(self) -> None:
-        self._items: list[tuple[tuple[int, int], int, Exchange | None]] = []
+        self._items: list[tuple[tuple[int, int, int, int], int, Exchange | None]] = []
         self._lock = threading.Lock()
         # Counts the items: a wait on it costs a fifth of one on a threading.Condition.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def push(self, key: tuple[int, int], exchange: Exchange | None) -> None:
+    def push(self, key: tuple[int, int, int, int], exchange: Exchange | None) -> None:
         with self._lock:
             heapq.heappush(self._items, (key, id(exchange), exchange))
         self._tokens.put(None)
@@ -423,7 +513,7 @@ class _ReadyTasks:
     def pop(self) -> tuple[int, Exchange | None]:
         self._tokens.get()
         with self._lock:
-            (_, index), _, exchange = heapq.heappop(self._items)
+            (*_, index), _, exchange = heapq.heappop(self._items)
         return index, exchange
 
 

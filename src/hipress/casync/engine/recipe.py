@@ -29,6 +29,10 @@ class Options:
     """Run codecs on the host although the gradient is on a GPU."""
     chunk_numel: int | None = None
     """Elements of a chunk; if None, the kind of device decides."""
+    slice_bytes: int | None = None
+    """About the bytes of a message, where a schedule decides which message leaves next."""
+    credit_bytes: int | None = None
+    """Bytes that may be on their way out of a rank at once, where a schedule decides; None: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,14 @@ class Recipe:
         return strategies.get(self.strategy).sums_in_transport(self.codec.name)
 
     @cached_property
+    def sends_elements(self) -> bool:
+        """Whether messages are the elements themselves, without frames."""
+        # Frames cost two copies of each element, which training with a schedule has no time for.
+        is_scheduled = self.options.slice_bytes is not None and not self.ordered
+        can = strategies.get(self.strategy).can_send_elements
+        return is_scheduled and can and self.codec.name == "none" and not self.total
+
+    @cached_property
     def shape(self) -> Shape:
         """How the gradients are cut and what each rank does, without tensors."""
         options = self.options
@@ -95,6 +107,7 @@ class Recipe:
             is_plain=self.is_plain,
             bulk=options.bulk and (self.is_plain or isinstance(self.codec, ProgramCodec)),
             codes_local=codes_local(self.codec, len(self.hosts)),
+            sends_elements=self.sends_elements,
             chunk_numel=chunk_numel(self.codec, self.device, options),
             pipelined=options.pipelined,
             ordered=self.ordered,
@@ -135,7 +148,10 @@ def chunk_numel(codec: Codec, device: torch.device, options: Options) -> int:
     if options.chunk_numel is not None:
         return options.chunk_numel
     on_gpu = device.type == "cuda" and not options.compress_on_cpu
-    return shape.chunk_numel(codec.wire_bytes, on_gpu=on_gpu)
+    numel = shape.chunk_numel(codec.wire_bytes, on_gpu=on_gpu)
+    if options.slice_bytes is not None:
+        numel = shape.slice_numel(codec.wire_bytes, options.slice_bytes, numel)
+    return numel
 
 
 def codes_local(codec: Codec, num_ranks: int) -> bool:

@@ -113,6 +113,20 @@ class Graph:
         return [len(task.needs) for task in self.tasks]
 
     @cached_property
+    def is_back(self) -> list[bool]:
+        """Whether each task belongs to the way of the mean back to all ranks."""
+        found: list[bool] = []
+        means: set[Slot] = set()
+        """Gradients that hold the mean already."""
+        for task in self.tasks:
+            means.update(slot for slot in task.writes if slot.kind is Kind.GRADIENT)
+            slots = (*task.reads, *task.writes)
+            found.append(
+                any(slot.kind is Kind.BACK for slot in slots) or not means.isdisjoint(slots)
+            )
+        return found
+
+    @cached_property
     def followers(self) -> list[list[int]]:
         """The tasks that need each task."""
         found: list[list[int]] = [[] for _ in self.tasks]

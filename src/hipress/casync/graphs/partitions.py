@@ -164,9 +164,16 @@ class Partitioner:
     def __init__(self, num_routes: int, *, bucket_numel: int, on_gpu: bool = False) -> None:
         self._loads = [0] * num_routes
         self._share_numel = max(bucket_numel // num_routes, GPU_SHARE_NUMEL if on_gpu else 1)
+        self._last = 0
+        """The route of the last partition."""
 
     def place(
-        self, numel: int, chunk_numel: int, partitions: int | None = None
+        self,
+        numel: int,
+        chunk_numel: int,
+        partitions: int | None = None,
+        *,
+        joins_last: bool = False,
     ) -> tuple[Placement, ...]:
         """Returns the partitions of the next gradient, each on the route that carries least so far.
 
@@ -175,7 +182,11 @@ class Partitioner:
             chunk_numel: Elements of a chunk of its codec; no partition should have more.
             partitions: The number of partitions in a plan; the gradient gets fewer if some would
                 not start on a multiple of `GRAIN`. If None, the number depends on the sizes.
+            joins_last: Whether it travels in one frame with the gradient before it.
         """
+        if joins_last and numel:
+            self._loads[self._last] += numel
+            return (Placement(0, numel, self._last),)
         if partitions is None:
             target = max(min(chunk_numel, self._share_numel), LEAST_NUMEL)
             parts = _partitions(0, numel, len(self._loads), target)
@@ -185,6 +196,7 @@ class Partitioner:
         for part in parts:
             route = self._loads.index(min(self._loads))
             self._loads[route] += part.numel
+            self._last = route
             placements.append(Placement(part.start, part.stop, route))
         return tuple(placements)
 

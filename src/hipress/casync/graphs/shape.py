@@ -32,6 +32,8 @@ class Shape:
     """Whether small gradients share frames."""
     codes_local: bool = False
     """Whether a rank's own gradient passes its codec before a ring merges it."""
+    sends_elements: bool = False
+    """Whether messages are the elements themselves, without frames."""
     chunk_numel: int = partitions.CHUNK_NUMEL
     pipelined: bool = True
     ordered: bool = False
@@ -74,7 +76,9 @@ class Shape:
         """Returns the graph that a rank runs."""
         # If the transport sums, lowering drops all messages, so none are built for N ranks.
         hosts = self.hosts[:1] if self.is_plain else self.hosts
-        cluster = strategies.Cluster(hosts=hosts, codes_local=self.codes_local)
+        cluster = strategies.Cluster(
+            hosts=hosts, codes_local=self.codes_local, sends_elements=self.sends_elements
+        )
         member = 0 if self.is_plain else rank
         build = strategies.get(self.strategy).build
         graph = build(cluster, member, self.layout.partition_routes)
@@ -86,6 +90,19 @@ class Shape:
             pipelined=self.pipelined,
             ordered=self.ordered,
         )
+
+
+def slice_numel(wire_bytes: Callable[[int], int], slice_bytes: int, most: int) -> int:
+    """Returns the elements whose message has about `slice_bytes`, at most `most`.
+
+    Example:
+        >>> slice_numel(lambda numel: 4 * numel, 2**20, 2**21)
+        262144
+    """
+    sample = 2**20
+    element_bytes = (wire_bytes(sample) - wire_bytes(0)) / sample
+    numel = int(slice_bytes / element_bytes) // partitions.GRAIN * partitions.GRAIN
+    return min(max(numel, partitions.GRAIN), most)
 
 
 def chunk_numel(wire_bytes: Callable[[int], int], *, on_gpu: bool) -> int:

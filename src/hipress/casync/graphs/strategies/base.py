@@ -16,6 +16,8 @@ class Cluster:
     """The host of each rank."""
     codes_local: bool = False
     """Whether a rank's own gradient must pass its codec before it is merged (see `ring`)."""
+    sends_elements: bool = False
+    """Whether messages are the elements themselves, without frames; only where a strategy can."""
 
     @property
     def num_ranks(self) -> int:
@@ -34,6 +36,8 @@ class Strategy:
     """Whether planners consider it for compressed gradients."""
     has_host_stages: bool = False
     """Whether the ranks of one host merge their gradients before anything is compressed."""
+    can_send_elements: bool = False
+    """Whether it can do without frames where there is no codec."""
     is_plain_sum: bool = False
     """Whether the transport's own all-reduce takes its place when there is no codec."""
 

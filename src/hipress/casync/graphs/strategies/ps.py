@@ -23,9 +23,30 @@ def build(cluster: Cluster, rank: int, routes: Sequence[int]) -> Graph:
     draft = Draft(num_ranks, rank, routes)
     members = range(num_ranks)
     for chunk, route in enumerate(routes):
+        if cluster.sends_elements:
+            _elements(draft, chunk, route % num_ranks)
+            continue
         gradient = Slot(Kind.GRADIENT, chunk)
         between(draft, chunk, gradient, list(members), route % num_ranks, [1.0] * num_ranks)
     return draft.graph()
+
+
+def _elements(draft: Draft, chunk: int, aggregator: int) -> None:
+    """Adds the tasks of one chunk whose elements are sent, and received, where they are."""
+    gradient = Slot(Kind.GRADIENT, chunk)
+    if draft.rank != aggregator:
+        draft.send(gradient, aggregator, 1)
+        draft.recv(gradient, aggregator, 7)
+        return
+    parts = []
+    others = [member for member in range(draft.num_ranks) if member != aggregator]
+    for member in range(draft.num_ranks):
+        parts.append(gradient if member == aggregator else Slot(Kind.RAW, chunk, member))
+        if member != aggregator:
+            draft.recv(parts[-1], member, 2)
+    draft.merge(parts, gradient, 4, [1.0 / draft.num_ranks] * draft.num_ranks)
+    for member in others:
+        draft.send(gradient, member, 6)
 
 
 def between(
@@ -70,4 +91,4 @@ def between(
     draft.decode(back, gradient, depth + DEPTH)
 
 
-STRATEGY = Strategy(name="ps", build=build)
+STRATEGY = Strategy(name="ps", build=build, can_send_elements=True)

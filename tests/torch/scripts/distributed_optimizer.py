@@ -1,0 +1,873 @@
+"""Training with `DistributedOptimizer`, for ranks (see `tests/scenarios.py`).
+
+A scenario plays several cases one after the other in the same ranks: each makes its own model and
+optimizer, and returns what the tests compare.
+"""
+
+import atexit
+import copy
+import gc
+import io
+import logging
+import random
+import sys
+import threading
+import time
+import traceback
+import weakref
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch._dynamo  # once here: the first optimizer of every scenario would, for seconds
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import hipress
+import hipress.torch
+from hipress.torch.distributed_optimizer import _finish_all
+from hipress.torch.pending import PendingParameter
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.scenarios import main, tell
+from tests.torch.scripts.models import digest, mean_of, warm_up, wrap
+
+SLICE_BYTES = 2**14
+OPTIMIZERS = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-3),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
+    "exchange": lambda groups: hipress.torch.AdamW(
+        groups, lr=1e-3, refresh_warmup=2, refresh_every=3
+    ),
+}
+
+
+# --- a model in which everything happens ----------------------------------------------------------
+
+
+class Rich(nn.Module):
+    """Layers of many kinds, some of which are read by others; `never` takes part in nothing.
+
+    Args:
+        norm: With a BatchNorm.
+        never: With a layer that no rank uses.
+    """
+
+    def __init__(self, norm=False, never=True):
+        super().__init__()
+        torch.manual_seed(7)
+        self.conv = nn.Conv2d(1, 8, 3)
+        self.norm = nn.BatchNorm2d(8) if norm else nn.GroupNorm(2, 8)
+        self.a = nn.Linear(8 * 25, 160)
+        self.emb = nn.Embedding(10, 160)
+        self.att = nn.MultiheadAttention(160, 4, batch_first=True)  # reads out_proj's weight
+        self.drop = nn.Linear(160, 160)
+        self.b = nn.Linear(160, 10)
+        self.tied = nn.Linear(10, 160, bias=False)
+        self.tied.weight = nn.Parameter(torch.randn(160, 10))
+        self.again = nn.Linear(10, 160, bias=False)
+        self.again.weight = self.tied.weight
+        if never:
+            self.never = nn.Linear(80, 80)
+        self.checkpoints = False
+
+    def trunk(self, x, y):
+        h = functional.max_pool2d(torch.relu(self.norm(self.conv(x))), 2).flatten(1)
+        return torch.relu(self.a(h)) + self.emb(y)
+
+    def forward(self, x, y, use=True):
+        if self.checkpoints:
+            h = checkpoint(self.trunk, x, y, use_reentrant=False)[:, None]
+        else:
+            h = self.trunk(x, y)[:, None]
+        h = self.att(h, h, h)[0][:, 0]
+        if use:
+            h = h + torch.tanh(self.drop(h))
+        o = self.b(h) + self.b(torch.tanh(self.again(self.b(h)) + self.tied(self.b(h))))
+        # The weight of another module, without that module.
+        return functional.linear(torch.tanh(functional.linear(o, self.tied.weight)), self.b.weight)
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(1009 * step + rank)
+    return (
+        torch.randn(6, 1, 12, 12, generator=generator),
+        torch.randint(0, 10, (6,), generator=generator),
+    )
+
+
+class Run:
+    """A model with its optimizer and exchange, and how it is trained.
+
+    Args:
+        kind: `ddp` and attach, `own`, or `barrier`: with a `synchronize` after every step.
+        delays: Seconds that a message may be held up at most.
+    """
+
+    def __init__(
+        self, kind, rank, *, opt="sgd", codec="none", strategy="ps", schedule=None, delays=0.0,
+        model=None, groups=None, norm=False, find=True, scaler=None, **options,
+    ):  # fmt: skip
+        self.kind, self.rank, self.losses, self.scaler = kind, rank, [], scaler
+        self.module = Rich(norm) if model is None else model
+        make = OPTIMIZERS.get(opt, opt)
+        inner = make(groups(self.module) if groups else self.module.parameters())
+        self.inner = inner
+        if kind == "ddp":
+            self.model = wrap(self.module, find_unused_parameters=find, broadcast_buffers=False)
+            self.optimizer = inner
+            self.sync = hipress.attach(
+                self.model, codec, strategy, optimizer=inner, scaler=scaler, **options
+            )
+        else:
+            self.model = self.module
+            self.optimizer = hipress.torch.DistributedOptimizer(
+                inner, self.module.named_parameters(), codec, strategy, schedule, SLICE_BYTES,
+                2 * SLICE_BYTES, scaler=scaler, **options,
+            )  # fmt: skip
+            self.sync = self.optimizer.sync
+            if delays:
+                hold_up(self.sync.engine.transport, delays, rank)
+
+    def loss(self, step, **options):
+        x, y = batch(self.rank, step)
+        found = functional.cross_entropy(self.model(x, y, **options), y)
+        self.losses.append(found.item())
+        return found
+
+    def backward(self, step, **options):
+        loss = self.loss(step, **options)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self):
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.kind == "barrier":
+            self.optimizer.synchronize()
+
+    def train(self, steps, after_backward=None, after_step=None, **options):
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.backward(step, **options)
+            if after_backward:
+                after_backward(step)
+            self.step()
+            if after_step:
+                after_step(step)
+        return self
+
+    def pending(self):
+        return sum(type(p) is PendingParameter for p in self.module.parameters())
+
+    def bits(self):
+        return digest(*self.module.parameters())
+
+    def told(self):
+        return {"losses": self.losses, "bits": self.bits()}
+
+
+def hold_up(transport, most, rank):
+    """Lets every message of this rank wait, some for long."""
+    send, numbers = transport.send, random.Random(rank)
+
+    def late(*args):
+        time.sleep(most * numbers.random() ** 2)
+        return send(*args)
+
+    transport.send = late
+
+
+class Lines(logging.Handler):
+    """What is logged meanwhile."""
+
+    def __enter__(self):
+        self.lines = []
+        self.logger = logging.getLogger("hipress")
+        self.logger.addHandler(self)
+        self.level_before = self.logger.level
+        self.logger.setLevel(logging.INFO)
+        return self.lines
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __exit__(self, *_):
+        self.logger.removeHandler(self)
+        self.logger.setLevel(self.level_before)
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+# --- cases: what they return on each rank is compared by the tests --------------------------------
+
+
+def both(rank, script, kinds=("ddp", "own"), delays=0.003, own=None, **options):
+    """What DDP and the optimizer say that are used by one script."""
+    found = {}
+    for kind in kinds:
+        more = {} if kind == "ddp" else {"delays": delays, **(own or {})}
+        run = Run(kind, rank, **options, **more)
+        extra = script(run)
+        found[kind] = {"losses": run.losses, "bits": run.bits(), "extra": extra}
+    return found
+
+
+def equal(rank, opt, schedule, clear="before"):
+    """A scheduler changes the rate right after each step."""
+
+    def script(run):
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+        pending = 0
+        for step in range(5):
+            if clear == "before":
+                run.optimizer.zero_grad()
+            run.backward(step)
+            run.step()
+            pending += run.pending()
+            if clear == "after":
+                run.optimizer.zero_grad()
+            elif clear == "module":
+                run.module.zero_grad()
+            elif clear == "zeros":
+                run.optimizer.zero_grad(set_to_none=False)
+            scheduler.step()
+        return pending
+
+    return both(rank, script, ("ddp", "own", "barrier"), opt=opt, own={"schedule": schedule})
+
+
+def rates(rank):
+    """Groups with their own rates, which change between step and forward."""
+
+    def groups(module):
+        split = [[], []]
+        for k, parameter in enumerate(module.parameters()):
+            split[k % 2].append(parameter)
+        return [{"params": split[0]}, {"params": split[1], "lr": 0.2, "momentum": 0.5}]
+
+    def script(run):
+        def change(step):
+            run.optimizer.param_groups[0]["lr"] *= 0.3
+            run.optimizer.param_groups[1]["momentum"] += 0.1
+
+        run.train(range(5), after_step=change)
+
+    return both(rank, script, groups=groups)
+
+
+def tensor_rate(rank):
+    def script(run):
+        run.train(range(4), after_step=lambda _: run.optimizer.param_groups[0]["lr"].mul_(0.5))
+
+    return both(rank, script, opt=lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)))
+
+
+def replicas(rank, codec, strategy="ps"):
+    def script(run):
+        run.train(range(6))
+
+    return both(rank, script, ("own", "barrier"), codec=codec, strategy=strategy)
+
+
+def exchange(rank):
+    """AdamW exchanges momentum; steps 0, 1 and 4 refresh the second moment."""
+    found = {}
+    for kind in ("ddp", "own"):
+        run = Run(kind, rank, opt="exchange", codec="onebit", delays=0.003 * (kind == "own"))
+        bits = []
+        sent = []
+        for step in range(8):
+            before = run.sync.engine.stats.sent_bytes
+            run.train([step])
+            bits.append(run.bits())
+            sent.append(run.sync.engine.stats.sent_bytes - before)
+        found[kind] = {"bits": bits, "losses": run.losses, "sent": sent}
+    return found
+
+
+def exchange_loads(rank):
+    """AdamW of HiPress goes on with a state of torch's."""
+    plain = Run("own", rank, opt="adamw").train(range(2))
+    state = copy.deepcopy(plain.optimizer.state_dict())
+    run = Run("own", rank, opt="exchange", codec="onebit", delays=0.003)
+    run.optimizer.load_state_dict(state)
+    return run.train(range(3)).bits()
+
+
+def inner_cleared(rank):
+    """Gradients are cleared through the wrapped optimizer, while momentum is on its way."""
+    found = []
+    for through_inner in (False, True):
+        run = Run("own", rank, opt="exchange", codec="onebit", delays=0.003)
+        for step in range(5):
+            run.backward(step)
+            run.step()
+            (run.inner if through_inner else run.optimizer).zero_grad()
+        found.append(run.bits())
+    return found
+
+
+def accumulation(rank):
+    """Two passes without an exchange before each step, one of them in a nested no_sync."""
+
+    def script(run):
+        no_sync = run.model.no_sync if run.kind == "ddp" else run.optimizer.no_sync
+        for step in range(4):
+            run.optimizer.zero_grad()
+            with no_sync():
+                run.backward(10 * step)
+                if run.kind != "ddp":
+                    with no_sync():
+                        pass
+                run.backward(10 * step + 1)
+            run.backward(10 * step + 2)
+            run.step()
+
+    return both(rank, script)
+
+
+def two_backwards(rank):
+    def script(run):
+        for step in range(4):
+            run.optimizer.zero_grad()
+            run.backward(10 * step)
+            run.backward(10 * step + 1)
+            run.step()
+
+    return both(rank, script)
+
+
+def clip(rank, use=True):
+    """use: A layer takes part on rank 1, too."""
+
+    def script(run):
+        def limit(_):
+            norms.append(nn.utils.clip_grad_norm_(run.module.parameters(), 0.1).item())
+
+        norms = []
+        with Lines() as lines:
+            run.train(range(4), limit, use=use or rank != 1)
+        if run.kind == "own":
+            said.append(sum("gradients are read" in line for line in lines))
+        return norms
+
+    said = []
+    return {**both(rank, script), "said": said[0]}
+
+
+def partly_used(rank, readers=()):
+    """A layer takes part on rank 0 only; some ranks look at gradients before the step."""
+
+    def script(run):
+        def look(_):
+            if rank in readers:
+                run.extra = [p.grad.norm().item() for p in run.module.parameters()
+                             if p.grad is not None]  # fmt: skip
+
+        run.train(range(5), look, use=rank == 0)
+        return digest(*(p.grad for p in run.module.parameters() if p.grad is not None))
+
+    return both(rank, script)
+
+
+def discarded(rank):
+    """What a backward pass made is thrown away, and another one is made; a layer is used on rank 0
+    only."""
+
+    def script(run):
+        for step in range(4):
+            run.optimizer.zero_grad()
+            run.backward(10 * step, use=rank == 0)
+            run.optimizer.zero_grad()
+            run.backward(10 * step + 1, use=rank == 0)
+            run.step()
+
+    return both(rank, script)
+
+
+def frozen(rank):
+    """A layer is frozen while training goes on."""
+
+    def script(run):
+        run.train(range(3))
+        before = digest(run.module.a.weight)
+        run.optimizer.zero_grad()
+        run.module.a.requires_grad_(False)
+        run.train(range(3, 6))
+        return digest(run.module.a.weight) == before
+
+    return both(rank, script, ("own", "barrier"))
+
+
+def scaled(rank, fused=False):
+    """The third step overflows on rank 1."""
+
+    def script(run):
+        def backward(step):
+            loss = run.loss(step)
+            if step == 2 and rank == 1:
+                loss = loss * torch.inf
+            run.scaler.scale(loss).backward()
+
+        run.backward = backward
+        scales = []
+        run.train(range(5), after_step=lambda _: scales.append(run.scaler.get_scale()))
+        return scales
+
+    found = {}
+    for kind in ("ddp", "own"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        opt = (lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True)) if fused else "sgd"
+        found |= both(rank, script, (kind,), opt=opt, scaler=scaler)
+    return found
+
+
+def closure(rank):
+    def script(run):
+        for step in range(4):
+
+            def evaluate(step=step):
+                run.optimizer.zero_grad()
+                loss = run.loss(step)
+                loss.backward()
+                return loss
+
+            run.extra = run.optimizer.step(evaluate).item()
+        return run.extra
+
+    return both(rank, script)
+
+
+def checkpointed(rank):
+    def script(run):
+        run.module.checkpoints = True
+        run.train(range(4))
+
+    return both(rank, script)
+
+
+def read(rank, how):
+    """Something is read right after each step, while updates are on their way."""
+
+    def script(run):
+        def look(step):
+            module = run.module
+            pending.append(run.pending())
+            if how == "evaluation":
+                module.eval()
+                with torch.no_grad():
+                    found.append(module(*batch(0, 99)).sum().item())
+                module.train()
+            elif how == "average":
+                averaged.update_parameters(module)
+                found.append(digest(*averaged.module.parameters()))
+            elif how == "state":
+                found.append(digest(*module.state_dict().values()))
+            elif how == "optimizer":
+                state = run.optimizer.state_dict()["state"]
+                found.append(digest(*(state[k]["momentum_buffer"] for k in sorted(state))))
+            elif how == "copy":
+                found.append(digest(*copy.deepcopy(module).parameters()))
+            elif how == "saved":
+                file = io.BytesIO()
+                torch.save(module, file)
+                file.seek(0)
+                found.append(digest(*torch.load(file, weights_only=False).parameters()))
+            elif how == "data":
+                found.append(digest(*(p.data for p in module.parameters())))
+            elif how == "vector":
+                found.append(nn.utils.parameters_to_vector(module.parameters()).norm().item())
+            elif how == "functional":
+                with torch.no_grad():
+                    given = dict(module.named_parameters())
+                    out = torch.func.functional_call(module, given, batch(0, 99))
+                found.append(out.sum().item())
+
+        found, pending = [], []
+        averaged = torch.optim.swa_utils.AveragedModel(
+            run.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        run.train(range(4), after_step=look)
+        return [found, sum(pending)]
+
+    return both(rank, script, ("ddp", "own"), delays=0.006)
+
+
+def gradients_read(rank):
+    """Gradients are logged between backward and step, on rank 0 only."""
+
+    def script(run):
+        norms = []
+
+        def log(_):
+            if rank == 0:
+                norms.append([p.grad.norm().item() for p in run.module.parameters()
+                              if p.grad is not None])  # fmt: skip
+
+        run.train(range(4), log)
+        return norms
+
+    return both(rank, script)
+
+
+def norms(rank):
+    """Running statistics of a BatchNorm, and the same after an evaluation."""
+    run = Run("own", rank, norm=True, delays=0.003).train(range(4))
+    values = dict(run.module.named_buffers())
+    own = Rich(norm=True)
+    own(*batch(rank, 0))
+    mean = mean_of(own.norm.running_mean)
+    first = Run("own", rank, norm=True).train([0]).module.norm.running_mean
+    return {"bits": digest(*values.values()), "parameters": run.bits(),
+            "gap": float((first - mean).abs().max())}  # fmt: skip
+
+
+def parts(rank):
+    """Two parts of a model are called one after the other; no module holds both."""
+    torch.manual_seed(7)
+    encoder = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())
+    decoder = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+    both = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
+    optimizer = hipress.torch.DistributedOptimizer(
+        torch.optim.SGD(both.parameters(), lr=0.1), both.named_parameters()
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+        decoder(encoder(x)).pow(2).mean().backward()
+        optimizer.step()
+    return [digest(*both.parameters()), digest(*both.buffers())]
+
+
+class Forked(nn.Module):
+    """Two layers that may be called in either order."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.a, self.b = nn.Linear(96, 96), nn.Linear(96, 96)
+
+    def forward(self, x, first):
+        one = self.a(x) if first else self.b(x)
+        return (one + (self.b(x) if first else self.a(x))).pow(2).mean()
+
+
+def other_order(rank, schedule):
+    """In the first steps each rank calls layers in an order of its own."""
+    module = Forked()
+    optimizer = hipress.torch.DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), module.named_parameters(),
+        schedule=schedule, slice_bytes=SLICE_BYTES,
+    )  # fmt: skip
+    hold_up(optimizer.sync.engine.transport, 0.003, rank)
+    for step in range(5):
+        optimizer.zero_grad()
+        x = torch.randn(8, 96, generator=torch.Generator().manual_seed(100 * step + rank))
+        module(x, (rank + step) % 2 == 0).backward()
+        optimizer.step()
+    orders = [unit.order for unit in optimizer._exchanger._units]
+    return [digest(*module.parameters()), orders]
+
+
+def two_models(rank):
+    """Each has its own optimizer, as a generator and a discriminator do."""
+    torch.manual_seed(7)
+    models = [nn.Linear(96, 96), nn.Linear(96, 96)]
+    found = {}
+    for kind in ("alone", "together"):
+        parts = copy.deepcopy(models)
+        made = [
+            hipress.torch.DistributedOptimizer(
+                torch.optim.SGD(part.parameters(), lr=0.1), part.named_parameters()
+            )
+            for part in parts
+        ]
+        for step in range(4):
+            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(100 * step + rank))
+            for k, optimizer in enumerate(made):
+                for one in made if kind == "together" else [optimizer]:
+                    one.zero_grad()
+                if kind == "together":  # also through the other model
+                    parts[1 - k].requires_grad_(False)
+                    (parts[k](x).pow(2).mean() + 0 * parts[1 - k](x).sum()).backward()
+                    parts[1 - k].requires_grad_(True)
+                else:
+                    parts[k](x).pow(2).mean().backward()
+                optimizer.step()
+        found[kind] = digest(*(p for part in parts for p in part.parameters()))
+    return found
+
+
+def hooks(rank):
+    """Hooks of the wrapped optimizer: how often each was called, and what one saw."""
+
+    def script(run):
+        calls = []  # a hook before the step sees gradients of this rank, so only counts
+        run.inner.register_step_pre_hook(lambda *_: calls.append("before"))
+        run.train(range(2))
+        run.inner.register_step_post_hook(lambda *_: calls.append(digest(*run.module.parameters())))
+        run.train(range(2, 4))
+        return calls
+
+    return both(rank, script)
+
+
+def schedulers_of_inner(rank):
+    """A scheduler was made for the optimizer before it was wrapped; it warns of nothing."""
+    import warnings
+
+    module = Rich()
+    inner = OPTIMIZERS["sgd"](module.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    optimizer = hipress.torch.DistributedOptimizer(inner, module.named_parameters())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(2):
+            optimizer.zero_grad()
+            x, y = batch(rank, step)
+            functional.cross_entropy(module(x, y), y).backward()
+            optimizer.step()
+            scheduler.step()
+    return [[str(one.message) for one in said], inner.param_groups[0]["lr"]]
+
+
+def odd_steps(rank):
+    """A step without backward, and two steps in a row."""
+
+    def script(run):
+        run.step()
+        run.train(range(2))
+        run.step()
+        run.train(range(2, 4))
+        run.optimizer.zero_grad()
+        run.step()
+
+    return both(rank, script)
+
+
+def retried(rank):
+    """Backward fails on all ranks, late, and is tried again."""
+
+    def script(run):
+        def fail(_):
+            raise ValueError("on purpose")
+
+        run.train(range(2))
+        run.optimizer.zero_grad()
+        handle = run.module.conv.weight.register_hook(fail)
+        said = error_of(lambda: run.backward(2))
+        handle.remove()
+        if run.kind == "ddp":  # which cannot go on, so it goes on as if nothing had happened
+            return said
+        run.losses.pop()
+        run.train(range(2, 4))
+        return said
+
+    found = both(rank, script, ("own",))
+    return {"own": found["own"], **both(rank, lambda run: run.train(range(4)) and None, ("ddp",))}
+
+
+def refused(rank):
+    """What cannot work, and what is said to that."""
+
+    def moved():
+        run = Run("own", rank).train(range(2))
+        run.module.double()
+        x, y = batch(rank, 3)
+        run.optimizer.zero_grad()
+        functional.cross_entropy(run.module(x.double(), y), y).backward()
+        run.optimizer.step()
+        run.optimizer.synchronize()
+
+    def unfrozen():
+        module = Rich()
+        module.a.requires_grad_(False)
+        run = Run("own", rank, model=module).train(range(2))
+        run.module.a.requires_grad_(True)
+        run.train(range(2, 4))
+
+    def added():
+        module, extra = Rich(), nn.Parameter(torch.ones(5))
+        run = Run("own", rank, model=module).train(range(2))
+        run.inner.add_param_group({"params": [extra]})
+        run.backward(2)
+        extra.grad = torch.ones(5)
+        run.optimizer.step()
+
+    def local():
+        run = Run("own", rank).train(range(2))
+        run.optimizer.zero_grad()
+        with run.optimizer.no_sync():
+            run.backward(2)
+        run.optimizer.step()
+
+    def sparse():
+        module = nn.Embedding(1000, 64, sparse=True)
+        optimizer = hipress.torch.DistributedOptimizer(
+            torch.optim.SGD(module.parameters(), lr=0.1), module.named_parameters()
+        )
+        module(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    def wrapped():
+        module = nn.Linear(64, 64)
+        optimizer = hipress.torch.DistributedOptimizer(
+            torch.optim.SGD(module.parameters(), lr=0.1), module.named_parameters()
+        )
+        wrap(module)(torch.ones(1, 64))
+        del optimizer
+
+    cases = (moved, unfrozen, added, local, sparse, wrapped)
+    return {case.__name__: error_of(case) for case in cases}
+
+
+def dropped(rank):
+    """The last step is under way when everything is dropped; models outlive their optimizers."""
+
+    def alive():
+        gc.collect()
+        return sorted(one.name for one in threading.enumerate() if one.name.startswith("hipress-"))
+
+    before = alive()
+    known = []
+    for _ in range(2):
+        run = Run("own", rank, delays=0.01).train(range(2))
+        known.append(weakref.ref(run.sync.engine))
+        module, pending = run.module, run.pending()
+        del run
+        gc.collect()
+        kept = digest(*module.parameters())
+        del module
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and (len(alive()) > len(before)):
+        time.sleep(0.1)
+    left = [name for name in alive() if name not in before]
+    return {"left": left, "engines": [one() is None for one in known], "kept": kept,
+            "pending": pending}  # fmt: skip
+
+
+def stress(rank, seeds, codec="none"):
+    """Losses and bits of runs with random delays per rank and message, against those without."""
+    found = []
+    for seed in seeds:
+        torch.manual_seed(0)
+        schedule = ("fifo", "priority", "overlap")[seed % 3]
+        strategy = ("ps", "ring")[seed // 3 % 2]
+        options = {"schedule": schedule, "strategy": strategy, "codec": codec}
+        quick = Run("barrier", rank, **options).train(range(3))
+        slow = Run("own", rank, delays=0.0, **options)
+        hold_up(slow.sync.engine.transport, 0.004, 100 * seed + rank)
+        numbers = random.Random(1000 * seed + rank)
+        for module in slow.module.modules():  # and the layers of this rank
+            module.register_forward_pre_hook(
+                lambda *_, numbers=numbers: time.sleep(0.001 * numbers.random())
+            )
+        slow.train(range(3))
+        found.append([quick.told() == slow.told(), slow.bits()])
+    return found
+
+
+def ends(rank, num_ranks, id):
+    """The last step is under way when the program ends; ranks are not equally fast."""
+    run = Run("own", rank, delays=0.03)
+
+    def at_exit():  # torch's own handlers are registered later, and so run before
+        tell(id=id, rank=rank, left=run.bits(), pending=run.pending())
+
+    atexit.unregister(_finish_all)
+    atexit.register(at_exit)
+    atexit.register(_finish_all)
+    run.train(range(3))
+    time.sleep(0.3 * rank)
+    return run.pending()
+
+
+def expected(rank, steps):
+    """Bits after some steps of the barrier version."""
+    return Run("barrier", rank).train(range(steps)).bits()
+
+
+def compiled(rank, num_ranks):
+    """A model that is compiled before the first step, and one after it."""
+    torch.set_num_threads(1)
+    found = {}
+    for when in (0, 2):
+        for kind in ("barrier", "own"):
+            torch._dynamo.reset()
+            run = Run(kind, rank, delays=0.003)
+            for step in range(5):
+                if step == when and kind == "own":
+                    run.model = torch.compile(run.module, backend="eager")
+                run.train([step])
+            found[f"{when} {kind}"] = run.told()
+    return found
+
+
+def first_half(rank, num_ranks, file):
+    """Saves in the midst of a step what a checkpoint needs."""
+    torch.set_num_threads(1)
+    run = Run("own", rank, opt="exchange", codec="onebit", delays=0.003).train(range(4))
+    state = {
+        "model": run.module.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "sync": run.sync.state_dict(),
+    }
+    if rank == 0:
+        torch.save(state, file)
+    return run.bits()
+
+
+def second_half(rank, num_ranks, file):
+    torch.set_num_threads(1)
+    state = torch.load(file, weights_only=True)
+    run = Run("own", rank, opt="exchange", codec="onebit", delays=0.003)
+    run.module.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.sync.load_state_dict(state["sync"])
+    first = run.bits()
+    return [first, run.sync.step, run.train(range(4, 7)).bits()]
+
+
+def one_process(rank, num_ranks):
+    """With one process it is the wrapped optimizer."""
+    module, plain = Rich(), Rich()
+    inner = OPTIMIZERS["sgd"](module.parameters())
+    optimizer = hipress.torch.DistributedOptimizer(inner, module.named_parameters(), "onebit")
+    other = OPTIMIZERS["sgd"](plain.parameters())
+    for step in range(3):
+        for model, one in ((module, optimizer), (plain, other)):
+            x, y = batch(0, step)
+            with getattr(one, "no_sync", nullcontext)():
+                functional.cross_entropy(model(x, y), y).backward()
+            one.step()
+            one.zero_grad()
+    optimizer.synchronize()
+    return digest(*module.parameters()) == digest(*plain.parameters())
+
+
+def play_cases(rank, num_ranks, cases):
+    """Plays cases by name and arguments; what each returns, or its error."""
+    torch.set_num_threads(1)
+    found = {}
+    for key, (name, options) in cases.items():
+        try:
+            found[key] = globals()[name](rank, **options)
+        except Exception as error:
+            found[key] = {"error": [type(error).__name__, str(error), traceback.format_exc()]}
+    return found
+
+
+if __name__ == "__main__":
+    warm_up("onebit", "topk(ratio=0.05)", "int8")
+    main(globals(), thorough=False, limit_s=1400.0)
