@@ -43,6 +43,8 @@ def variant(name: str, samples_s: list[float], **changes: object) -> dict[str, A
         "codec": None,
         "strategy": None,
         "schedule": None,
+        "slice_bytes": None,
+        "credit_bytes": None,
         "note": None,
         "samples_s": samples_s,
         "wire_bytes": None,

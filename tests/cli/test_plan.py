@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hipress.casync.graphs.schedules import Schedule
+from hipress.casync.graphs.schedules import SCHEDULES, Schedule
 from hipress.cli.main import main
 from hipress.cli.plan import PlanReport, _warn
 from hipress.errors import UsageError
@@ -379,18 +379,20 @@ def test_a_plan_from_a_profile_as_lines(asked, folder, monkeypatch):
     assert (folder / "SeCoPaPlan.txt").read_text() == "fc.weight,1000000,y,4\n"
 
 
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        (["--codecs", "none"], "none is no codec to plan with"),
-        (["--codecs", "onebit", "--budget", "careful"], "'onebit' is not in budget 'careful'"),
-    ],
-)
-def test_a_choice_that_is_none(job, folder, argv, sentence, capsys):
+def test_a_choice_that_is_none(job, folder, capsys):
     """Catches: a plan that does without what was asked for."""
-    assert run("--profile", "job.json", *argv) == 2
-    assert sentence in capsys.readouterr().err
+    assert run("--profile", "job.json", "--codecs", "onebit", "--budget", "careful") == 2
+    assert "'onebit' is not in budget 'careful'" in capsys.readouterr().err
     assert not (folder / "plan.json").exists()
+
+
+def test_none_plans_a_schedule_only(job, folder):
+    """Catches: a codec, or no plan at all, for users who refuse lossy codecs."""
+    assert run("--profile", "job.json", "--codecs", "none", "-o", "plan.json") == 0
+    made = Plan.load("plan.json")
+    assert made.num_compressed == 0
+    assert made.schedule in SCHEDULES
+    assert made.gradients["fc.weight"].reason == "none was asked for"
 
 
 @pytest.mark.parametrize("given", [["--profile", "job.json", "--nodes"], [*PRESET, "--nnodes"]])

@@ -217,7 +217,9 @@ def test_momentum_is_not_applied_twice(caplog):
             "leaves gradients to DDP, so --schedule has nothing to act on; leave it out, or give "
             "--codec none",
         ),
-        (["--schedule", "fifo", "--codec", "auto"], "give a codec, or none to send gradients as"),
+        (["--schedule", "fifo", "--codec", "auto"], "decides about the schedule too"),
+        (["--schedule", "auto", "--codec", "onebit"], "goes with --codec auto, or with none"),
+        (["--schedule", "auto", "--codec", "none", "--slice", "1MiB"], "decides about --slice"),
         (["--schedule", "prio"], "schedule 'prio'"),
         (["--schedule", "fifo", "--strategy", "allreduce"], "give ps, ring or hierarchical"),
         (["--schedule", "fifo", "--slice", "1kB"], "--slice is 1000 bytes; give 16384 at least"),

@@ -32,10 +32,9 @@ def test_a_bound_leaves_out_what_brings_momentum():
     assert Budget.read("0.9").allowed(MADE) == ("int8", "onebit")
 
 
-def test_none_is_no_choice():
-    """Catches: a search without codecs, whose plan says that the budget allows none."""
-    with pytest.raises(UsageError, match="none is no codec to plan with"):
-        Budget.read(None).allowed(MADE, ["none"])
+def test_none_alone_compresses_nothing():
+    """Catches: a codec that nobody named, for users who refuse lossy codecs."""
+    assert Budget.read(None).allowed(MADE, ["none"]) == ()
 
 
 # --- what candidates do to tiny gradients ---------------------------------------------------------

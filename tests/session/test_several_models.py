@@ -60,11 +60,13 @@ class Model:
             adapter=self.adapter,
             settings=SimpleNamespace(warmup_steps=0),
             monitor=Monitor(),
+            schedule=None,
             step=0,
         )
         self.auto = Auto(
             SimpleNamespace(
                 codecs=("onebit",),
+                about="plans with onebit",
                 begin=lambda session: "",
                 resume=lambda: None,
                 end=lambda: None,

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from hipress.bench.train import SCHEDULE_FIELDS
+from hipress.casync.graphs.schedules import Schedule
 from hipress.profile import Profile
 from hipress.secopa.simulate import Simulator
 from hipress.secopa.what_if import uniform
@@ -27,7 +29,7 @@ def rows(
     for row in measured:
         if row["codec"] is not None:
             decisions = uniform(profile, row["codec"], row["strategy"])
-            simulated_s = simulator.step_s(decisions)
+            simulated_s = simulator.step_s(decisions, _schedule(row))
         elif row["variant"] == baseline:
             simulated_s = simulator.step_s(None)
         else:
@@ -36,6 +38,7 @@ def rows(
         found.append(
             {
                 **{key: row[key] for key in ("model", "hosts", "rate", "codec", "strategy")},
+                **{key: row[key] for key in SCHEDULE_FIELDS},
                 "measured_seconds": measured_s,
                 "measured_p20": row["seconds_p20"],
                 "measured_p80": row["seconds_p80"],
@@ -45,6 +48,13 @@ def rows(
             }
         )
     return found
+
+
+def _schedule(row: Mapping[str, Any]) -> Schedule | None:
+    if row["schedule"] is None:
+        return None
+    name, slice_bytes, credit_bytes = (row[key] for key in SCHEDULE_FIELDS)
+    return Schedule(name=name, slice_bytes=slice_bytes, credit_bytes=credit_bytes)
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

@@ -57,6 +57,8 @@ MAX_DECISION_STEPS = 200
 OPTIMIZERS = ("sgd", "adamw")
 LEARNING_RATE, ADAM_RATE = 0.01, 1e-4
 MOMENTUM = 0.9
+SCHEDULE_FIELDS = ("schedule", "slice_bytes", "credit_bytes")
+"""Fields of a row that say how messages were ordered and cut; None with DDP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ def _row(
     return {
         "model": benchmark.model,
         "rate": benchmark.rate,
-        **{key: one[key] for key in ("variant", "codec", "strategy", "schedule", "note")},
+        **{key: one[key] for key in ("variant", "codec", "strategy", *SCHEDULE_FIELDS, "note")},
         "delay": benchmark.delay,
         "hosts": benchmark.num_hosts,
         "device": benchmark.device,
@@ -223,7 +225,13 @@ class _Variant(Candidate):
     loss: Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
 
     def result(self) -> dict[str, Any]:
-        return super().result() | {"note": self.note, "schedule": self.schedule}
+        sizes = self.sync.schedule if self.schedule and self.sync else None
+        return super().result() | {
+            "note": self.note,
+            "schedule": self.schedule,
+            "slice_bytes": sizes and sizes.slice_bytes,
+            "credit_bytes": sizes and sizes.credit_bytes,
+        }
 
     @property
     def memory_bytes(self) -> int:

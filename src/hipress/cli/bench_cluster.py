@@ -22,6 +22,7 @@ from hipress.cli.options import (
     JsonFile,
     Models,
     Repeats,
+    Schedules,
     Size,
     StepsPerRound,
     Strategies,
@@ -219,13 +220,7 @@ class TrainOptions:
         str,
         Option(help="sgd or adamw; with adamw, codecs such as onebit are given its momentum."),
     ] = "sgd"
-    schedule: Annotated[
-        str,
-        Option(
-            help="Schedules of DistributedOptimizer to time with each codec: fifo, priority, "
-            "overlap, separated by commas."
-        ),
-    ] = ""
+    schedule: Schedules = ""
     slice: Annotated[str | None, Option(help="Bytes of a message of a schedule.")] = None
     credit: Annotated[str | None, Option(help="Bytes under way at once, of a schedule.")] = None
     emulate: Annotated[
@@ -382,6 +377,8 @@ def prediction(
     data: Data = None,
     codec: Codecs = "onebit,int8,dgc(ratio=0.001)",
     strategy: Strategies = "ps,ring",
+    schedule: Schedules = "",
+    batch: Batch = None,
     repeats: Repeats = 5,
     steps: StepsPerRound = 2,
     json: JsonFile = None,
@@ -405,13 +402,15 @@ def prediction(
         data=data,
         codec=codec,
         strategy=strategy,
+        schedule=schedule,
+        batch=batch,
         hooks=BASELINE,
         repeats=repeats,
         steps=steps,
     )
     pairs = [  # all that can be refused is refused before the first run
         (
-            profile.benchmark(one, model=name, data=data, codecs=f"none,{codec}"),
+            profile.benchmark(one, model=name, data=data, batch=batch, codecs=f"none,{codec}"),
             replace(timed, model=name).benchmarks(one)[0],
         )
         for name in expressions(model)
@@ -432,6 +431,7 @@ def prediction(
         ui.number("rate"),
         ui.Column(header="codec", show=lambda row: row["codec"] or "ddp", is_text=True),
         ui.text("strategy"),
+        *([ui.text("schedule")] if schedule else []),
         ui.number("measured\nms", "measured_seconds", 1, 1e3),
         ui.number("simulated\nms", "simulated_seconds", 1, 1e3),
         ui.number("error\n%", "error", 1, 100),

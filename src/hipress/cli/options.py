@@ -34,6 +34,13 @@ Data = Annotated[
 Batch = Annotated[
     int | None, Option(min=1, help="Examples per rank and step; the model's own if not given.")
 ]
+Schedules = Annotated[
+    str,
+    Option(
+        help="Schedules of DistributedOptimizer to time with each codec: fifo, priority, "
+        "overlap, separated by commas."
+    ),
+]
 Repeats = Annotated[int, Option(min=1, help="Rounds; the table shows their medians.")]
 StepsPerRound = Annotated[int, Option(min=1, help="Steps in each round.")]
 Size = Annotated[str, Option(help="Gradient size: 100MB, 4MiB, 25e6 (bytes).")]

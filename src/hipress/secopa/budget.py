@@ -86,12 +86,8 @@ class Budget:
         """Checks codecs that the user named together with this budget.
 
         Raises:
-            UsageError: The budget has a name and lacks a codec, or only `none` is named.
+            UsageError: The budget has a name and lacks a codec.
         """
-        if not set(asked) - {"none"}:
-            raise UsageError(
-                "none is no codec to plan with; name another, or leave the choice to the budget."
-            )
         if self.name is None or self.codecs is None:
             return
         for name in asked:
@@ -106,7 +102,8 @@ class Budget:
 
         Args:
             profile: A profile with costs of codecs.
-            asked: The codecs that the user named; if there are any, they are the result.
+            asked: The codecs that the user named; they are the result. With `none` alone, nothing
+                is compressed.
 
         Raises:
             UsageError: A codec that was named is not in the profile, or not in the budget.

@@ -70,6 +70,15 @@ class ScheduleTry:
     """Whether gradients are compressed as in the plan; if not, all are sent as they are."""
     step_s: float
 
+    def applied_to(self, plan: Plan) -> Plan:
+        """Returns a plan with this schedule."""
+        update = {
+            "schedule": self.schedule.name,
+            "slice_bytes": self.schedule.slice_bytes,
+            "credit_bytes": self.schedule.credit_bytes,
+        }
+        return plan.model_copy(update=update)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
@@ -106,7 +115,8 @@ def search(
         profile: A profile with a model.
         num_ranks: N; that of the profile if None.
         strategies: The strategies that may be used.
-        codecs: The codecs that may be used, whatever the budget says about them.
+        codecs: The codecs that may be used, whatever the budget says about them; with `none`
+            alone, or if empty, only a schedule is searched.
         budget: What may be done to gradients; codecs of the convergence table if None.
         reasons: By gradient, why it is not compressed; small gradients and those of one dimension
             are not if None.
@@ -123,12 +133,10 @@ def search(
     )
     tries = schedule_tries(simulator, found.plan, schedules, patience_s)
     is_compressed = found.plan.num_compressed > 0
-    best = next((one.schedule for one in tries if one.is_compressed == is_compressed), None)
+    best = next((one for one in tries if one.is_compressed == is_compressed), None)
     if best is None:
         return found
-    sizes = {"slice_bytes": best.slice_bytes, "credit_bytes": best.credit_bytes}
-    plan = found.plan.model_copy(update={"schedule": best.name, **sizes})
-    return replace(found, plan=plan, schedules=tries)
+    return replace(found, plan=best.applied_to(found.plan), schedules=tries)
 
 
 def schedule_tries(
@@ -189,6 +197,39 @@ def shortlist(
     return [one for one in found.candidates if one.step_s < limit_s][:most]
 
 
+def schedule_shortlist(
+    profile: Profile, *, slack: float = 0.1, **options: object
+) -> list[Candidate]:
+    """Returns what is worth a trial in a loop without DDP, the best first: each schedule in its
+    best sizes, with nothing compressed and with the best plan.
+
+    Args:
+        profile: A profile with a model.
+        slack: As for `shortlist`.
+        options: Options of `search`.
+    """
+    found = search(profile, **options)  # type: ignore[arg-type]
+    limit_s = found.plain_step_s * (1 + slack)
+    nothing = {
+        name: Decision(strategy=plain_strategy(made.numel), numel=made.numel)
+        for name, made in found.plan.gradients.items()
+    }
+    uncompressed = found.plan.model_copy(update={"gradients": nothing})
+    best = {(one.schedule.name, one.is_compressed): one for one in reversed(found.schedules)}
+    candidates = []
+    for one in sorted(best.values(), key=lambda one: one.step_s):
+        plan = found.plan if one.is_compressed else uncompressed
+        made = ", ".join(sorted({d.codec for d in plan.gradients.values() if d.is_compressed}))
+        candidates.append(
+            Candidate(
+                label=f"{one.schedule.name} with {made or 'nothing compressed'}",
+                plan=one.applied_to(plan),
+                step_s=one.step_s,
+            )
+        )
+    return [one for one in candidates if one.step_s < limit_s]
+
+
 class _Search:
     def __init__(
         self,
@@ -205,6 +246,11 @@ class _Search:
         self.strategies = strategies
         self.budget = budget
         self.codecs = budget.allowed(simulator.profile, asked)
+        self._why_no_codec = (
+            "the budget allows no codec that was measured"
+            if asked is None
+            else "none was asked for"
+        )
         self.exempt = {g.name: reasons[g.name] for g in self.gradients if reasons.get(g.name)}
         self.patience_s = patience_s
         self._seen: dict[object, float] = {}
@@ -392,7 +438,7 @@ class _Search:
                 if self.simulator.num_ranks == 1:
                     why = "one rank: nothing is exchanged"
                 elif not self.codecs:
-                    why = "the budget allows no codec that was measured"
+                    why = self._why_no_codec
                 elif found is None:
                     why = self._all_reasons(gradient)
                 else:

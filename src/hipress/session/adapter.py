@@ -32,8 +32,6 @@ class GradientSpec:
     """Whether the framework makes it as a sparse tensor, which no codec takes."""
     rate_group: int | None = None
     """Gradients with different numbers may have different learning rates; None: not known."""
-    joins_last: bool = False
-    """Whether it always travels together with the gradient before it, where a schedule decides."""
 
 
 class StepObserver:
@@ -81,6 +79,14 @@ class Adapter:
 
     def finish_step(self) -> None:
         """Ends a step whose averages the framework has yet to take, on all ranks alike."""
+
+    def arrange(self, units: Sequence[Sequence[str]], schedule: str) -> None:
+        """Takes note of a new schedule, before the first exchange of a step.
+
+        Args:
+            units: The gradients that are exchanged together from this step on, by name.
+            schedule: The order of their messages.
+        """
 
     @property
     def model(self) -> Any:

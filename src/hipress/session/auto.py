@@ -104,6 +104,10 @@ class Auto:
         """Why no plan could be made."""
         self._log_step = 0
         self._monitor: Monitor | None = None
+        self._is_scheduled = False
+        """Whether steps go on under the next forward pass. They are timed from end to end, with
+        the steps of other models: an exchange that ends early leaves them out no more than another.
+        """
 
     def start(self, session: Session, checked: str = "") -> None:
         """Begins; gradients are registered.
@@ -113,6 +117,7 @@ class Auto:
             checked: Which optimizer was checked.
         """
         self._monitor = session.monitor
+        self._is_scheduled = session.schedule is not None
         engine = session.engine
         steps = max(self._limits.first_steps, session.settings.warmup_steps)
         if any(not named_codec(name).keeps_sizes for name in self._planner.codecs):
@@ -135,14 +140,20 @@ class Auto:
         _running.add(self)
         if engine.transport.rank == 0:
             self._clock = StepClock(engine.device)
-            self._stop_clock = session.adapter.observe(self._clock)
+            if not self._is_scheduled:
+                self._stop_clock = session.adapter.observe(self._clock)
             alive = weakref.ref(engine)  # a model that is dropped does not keep its turn
             self._turn = Turn(TURNS, lambda: (found := alive()) is None or found.is_closed)
-            self._policy = Policy(self._limits, self._say, turn=self._turn)
+            self._policy = Policy(
+                self._limits,
+                self._say,
+                turn=self._turn,
+                drops_state=session.schedule is not None,
+            )
             self._policy.first()
             self._say(
-                f"the first {steps} steps run uncompressed so that they can be timed; then plans "
-                f"with {', '.join(self._planner.codecs)} are tried"
+                f"the first {steps} steps run uncompressed so that they can be timed; then "
+                f"{self._planner.about} are tried"
                 f"{f'; {checked}' if checked else ''}."
             )
 
@@ -209,7 +220,7 @@ class Auto:
         if self._is_exchanging:
             return
         self._planner.resume()
-        if self._clock is not None:
+        if self._clock is not None and not self._is_scheduled:
             self._clock.resume()
 
     def _advance(self, session: Session) -> None:
@@ -279,11 +290,11 @@ class Auto:
         return candidates
 
     def _numbered(self, plan: Plan) -> Plan:
-        def essence(one: Plan) -> list[tuple[Any, ...]]:
-            return [
+        def essence(one: Plan) -> tuple[Any, ...]:
+            return (one.schedule, one.slice_bytes, one.credit_bytes) + tuple(
                 (name, d.codec, d.strategy, d.partitions, d.bulk, d.order)
                 for name, d in sorted(one.gradients.items())
-            ]
+            )
 
         for known in self._plans.values():
             if essence(known) == essence(plan):
@@ -295,6 +306,11 @@ class Auto:
         return made
 
     # --- plans ------------------------------------------------------------------------------------
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether steps are being timed before there is a plan, the same on all ranks."""
+        return self.phase == "measure" and not self.is_idle
 
     @property
     def plan(self) -> Plan | None:

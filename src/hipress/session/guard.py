@@ -485,6 +485,10 @@ class Guard:
         if found:
             sizes = [num_places(watch.which) for watch in self._watches.values()]
             self._tally = Tally(sizes, session.engine.device)
+            if session.schedule is not None:
+                # Ranks agree on a new exchange here, where all begin a step, and not at its end,
+                # which is wherever a rank next reads a parameter.
+                session.engine.allreduce([self._tally.told.clone()], name=NAME, step=session.step)
         self.restart()
 
     def _take(

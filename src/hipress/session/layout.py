@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from hipress.casync.engine.engine import Engine
 from hipress.casync.engine.recipe import chunk_numel
-from hipress.casync.graphs import strategies
-from hipress.casync.graphs.partitions import Partitioner, Placement
+from hipress.casync.graphs import schedules, strategies
+from hipress.casync.graphs.partitions import CHUNK_NUMEL, Partitioner, Placement
+from hipress.casync.graphs.shape import slice_numel
 from hipress.codecs.table import codec as named_codec
 from hipress.plan import Plan
 from hipress.session import selection
@@ -43,6 +44,12 @@ class Layout:
         """Gradients whose codec was not accurate enough."""
         self.version = 0
         """Grows with every change of a gradient's codec."""
+        self.units: tuple[tuple[str, ...], ...] = ()
+        """Where a schedule decides, the gradients that start together, in the order of backward."""
+        self._in_backward: list[str] = []
+        """All gradients in the order in which backward computes them."""
+        self._joined: set[str] = set()
+        """Gradients of a unit but its first, with which they share frames."""
         self._placed: dict[str, tuple[Placement, ...]] = {}
         self._engine: Engine | None = None
         self._bucket_numel = 0
@@ -64,7 +71,8 @@ class Layout:
             self._engine = engine
             self._bucket_numel = bucket_numel or sum(spec.numel for spec in found)
             self._partitioner = self._new_partitioner()
-        return [self._place(spec) for spec in found]
+        self._in_backward += [spec.name for spec in found]
+        return self._place_all(found)
 
     def install(self, plan: Plan | None) -> None:
         """Lays all gradients out anew; no codec may hold state."""
@@ -72,8 +80,7 @@ class Layout:
         self._partitioner = self._new_partitioner()
         self._placed.clear()
         self._buckets.clear()
-        for gradient in list(self.gradients.values()):
-            self._place(gradient.spec)
+        self._place_all([self.gradients[name].spec for name in self._in_backward])
 
     def override(self, name: str, made: Override | None) -> Gradient:
         """Gives a gradient a milder codec, or with None what was chosen for it; no codec of it may
@@ -138,6 +145,24 @@ class Layout:
         """Returns what `override` would, and changes nothing."""
         return self._decided(self.gradients[name].spec, made)
 
+    def _place_all(self, specs: Sequence[GradientSpec]) -> list[Gradient]:
+        assert self._engine is not None
+        if (slice_bytes := self._engine.options.slice_bytes) is None:
+            return [self._place(spec) for spec in specs]
+        choices = [self._choice(spec) for spec in specs]
+        most = max(CHUNK_NUMEL, slice_bytes // 4)
+        units = schedules.units(
+            [spec.numel for spec in specs],
+            [slice_numel(one.codec.wire_bytes, slice_bytes, most) for one in choices],
+            [
+                (one.codec.name, one.strategy, spec.dtype, spec.device, spec.rate_group)
+                for spec, one in zip(specs, choices, strict=True)
+            ],
+        )
+        self.units = tuple(tuple(specs[k].name for k in unit) for unit in units)
+        self._joined = {name for unit in self.units for name in unit[1:]}
+        return [self._place(specs[k]) for unit in units for k in unit]
+
     def _place(self, spec: GradientSpec) -> Gradient:
         gradient = self._decided(spec, self.overrides.get(spec.name))
         self.gradients[spec.name] = gradient
@@ -146,12 +171,7 @@ class Layout:
 
     def _decided(self, spec: GradientSpec, made: Override | None) -> Gradient:
         assert self._partitioner is not None and self._engine is not None
-        if self.is_auto:
-            choice = self.rules.choice_under(self.plan, spec)
-        else:
-            choice = self.rules.choice(spec)
-        if choice.codec.name == "none" and self._engine.options.slice_bytes is not None:
-            choice = replace(choice, strategy=_with_messages(choice.strategy))
+        choice = self._choice(spec)
         if made is not None:
             choice = _overridden(choice, made)
         sends_momentum = not choice.codec.keeps_sizes and self._offers_momentum(spec.name)
@@ -167,12 +187,23 @@ class Layout:
             if spec.name not in self._placed:
                 most = chunk_numel(choice.codec, spec.device, self._engine.options)
                 self._placed[spec.name] = self._partitioner.place(
-                    spec.numel, most, choice.partitions, joins_last=spec.joins_last
+                    spec.numel, most, choice.partitions, joins_last=spec.name in self._joined
                 )
             placements = self._placed[spec.name]
         return Gradient(
             spec=spec, choice=choice, placements=placements, sends_momentum=sends_momentum
         )
+
+    def _choice(self, spec: GradientSpec) -> Choice:
+        """Returns what the rules, or a plan of `auto`, say of a gradient."""
+        assert self._engine is not None
+        if self.is_auto:
+            choice = self.rules.choice_under(self.plan, spec)
+        else:
+            choice = self.rules.choice(spec)
+        if choice.codec.name == "none" and self._engine.options.slice_bytes is not None:
+            choice = replace(choice, strategy=_with_messages(choice.strategy))
+        return choice
 
 
 def _with_messages(strategy: str) -> str:

@@ -14,6 +14,8 @@ from hipress.casync.engine.executors import BusyTime
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from hipress.casync.engine.transport import Transport
+
 Future = torch.futures.Future[torch.Tensor]
 
 
@@ -30,6 +32,11 @@ class PlainSum:
         self.exchanging = BusyTime()
         """Time in which at least one sum is under way; a session counts exchanges here too."""
         self._group = group
+        self._transport: Transport | None = None
+
+    def use(self, transport: Transport) -> None:
+        """Sums through a transport, where other collectives of the program may come in between."""
+        self._transport = transport
 
     def average(
         self,
@@ -43,8 +50,13 @@ class PlainSum:
             on_failure: Called when a rank is lost; the future then gives the buffer all the same.
                 Without it the future raises torch's error.
         """
-        group: Any = self._group or (dist.group.WORLD if dist.is_initialized() else None)
-        num_ranks = 1 if group is None else group.size()
+        if self._transport is not None:
+            num_ranks = self._transport.num_ranks
+            start: Callable[[torch.Tensor], Any] = self._transport.all_reduce
+        else:
+            group: Any = self._group or (dist.group.WORLD if dist.is_initialized() else None)
+            num_ranks = 1 if group is None else group.size()
+            start = partial(dist.all_reduce, group=group, async_op=True)
         if num_ranks == 1:
             future: Future = torch.futures.Future(
                 devices=[buffer.device] if buffer.is_cuda else None
@@ -65,7 +77,7 @@ class PlainSum:
         if not later:
             buffer.mul_(1 / num_ranks)  # as DDP does; a division takes twice as long
         share = 1 / num_ranks if later else 1.0
-        work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+        work = start(buffer)
         self.exchanging.begin()
         finish = partial(_finish, buffer, share, on_failure, self.exchanging)
         return cast(Future, work.get_future().then(finish))

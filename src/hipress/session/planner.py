@@ -92,6 +92,7 @@ class Planner:
         codecs: Codecs that plans may use.
         budget: Accuracy budget, as for `attach`.
         keeps_rest: Whether the work between backward and the next forward pass belongs to a step.
+        is_scheduled: Whether plans have a schedule, for a loop that waits for single gradients.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class Planner:
         budget: float | str | None = None,
         *,
         keeps_rest: bool = False,
+        is_scheduled: bool = False,
     ) -> None:
-        self.codecs = codecs
+        self.codecs = tuple(name for name in codecs if name != "none")
+        self._is_scheduled = is_scheduled
         self._keeps_rest = keeps_rest
         self._budget = Budget.read(budget)
         self._timer: GradientTimer | None = None
@@ -117,9 +120,18 @@ class Planner:
 
     def begin(self, session: Session) -> str:
         """Starts to time the model, before the first step; returns why no plan can be made."""
-        if all(session.rules.choice(g.spec).reason for g in session.gradients.values()):
+        is_exempt = all(session.rules.choice(g.spec).reason for g in session.gradients.values())
+        if is_exempt and not self._is_scheduled:
             return EXEMPT
         return self.observe(session)
+
+    @property
+    def about(self) -> str:
+        """What is tried, for the log."""
+        codecs = ", ".join(self.codecs or ["none"])
+        if not self._is_scheduled:
+            return f"plans with {codecs}"
+        return "schedules" + (f", and plans with {codecs}," if self.codecs else "")
 
     def observe(self, session: Session) -> str:
         """Starts to time the model; returns why it cannot be timed.
@@ -186,7 +198,8 @@ class Planner:
             raise UsageError("a rank has timed no whole step")
         if not profile.model.gradients:
             raise UsageError("no gradient is computed in every step")
-        return search.shortlist(
+        shortlist = search.schedule_shortlist if self._is_scheduled else search.shortlist
+        return shortlist(
             profile,
             codecs=self.codecs,
             budget=self._budget,

@@ -194,6 +194,8 @@ class Policy:
         say: Called with one sentence for every change of the choice.
         clock: Returns seconds.
         turn: Of the policies of this process, only the one that has its turn tries plans.
+        drops_state: Whether uncompressed steps are laid out anew, for which residuals are sent
+            first; else they wait while uncompressed steps are timed.
 
     Example:
         >>> from hipress.session.policy import Limits, Outcome, Policy
@@ -210,8 +212,10 @@ class Policy:
         say: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
         turn: Turn | None = None,
+        drops_state: bool = False,
     ) -> None:
         self._turn = turn or Turn()
+        self._drops_state = drops_state
         self.limits = limits or Limits()
         self._say = say
         self._clock = clock
@@ -500,11 +504,14 @@ class Policy:
         """Returns the times of `count` steps, without the steps in which ranks switch."""
         if count <= 0:
             return []
-        if skip is None:
+        if self._drops_state and epoch != self._state_epoch:
+            skip = 3  # residuals are sent, all is laid out anew, and the pipeline fills
+        elif skip is None:
             # The first step of a plan agrees on recipes and allocates buffers; before it, one step
             # sends the residuals of the previous plan.
             skip = 1 if epoch in (None, self._state_epoch) else 2 + (self._state_epoch is not None)
-        outcome = yield self._directive(epoch, skip + count, keeps_state=epoch is None, phase=phase)
+        keeps_state = epoch is None and not self._drops_state
+        outcome = yield self._directive(epoch, skip + count, keeps_state=keeps_state, phase=phase)
         return list(outcome.times[skip:])
 
     def _count(self, step_s: float) -> int:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.handle import Handle, joint
-from hipress.casync.graphs.schedules import Order
+from hipress.casync.graphs.schedules import Order, Schedule
 from hipress.errors import UsageError
 from hipress.plan import Plan
 from hipress.recommendations import SAFE
@@ -115,7 +115,8 @@ class Session:
         group: Process group of torch.distributed; all ranks if None.
         enabled: False leaves every gradient to one uncompressed sum.
         alone: Whether this is the only process, which has nobody to exchange gradients with.
-        options: Options of the engine, the same on all ranks.
+        schedule: The order and the sizes of messages, if the framework waits for single gradients;
+            with `auto`, those of uncompressed steps.
     """
 
     def __init__(
@@ -127,10 +128,12 @@ class Session:
         *,
         enabled: bool = True,
         alone: bool = False,
-        options: Options | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.settings = settings
-        self._options = options or Options()
+        self.schedule = schedule
+        """What orders messages now; None if the framework waits for all gradients at once."""
+        self._first_schedule = schedule
         self.adapter = adapter or Adapter()
         self.layout = Layout(rules, self.adapter.offers_momentum)
         self.process_group = group
@@ -396,11 +399,11 @@ class Session:
 
     def _is_steady(self, first: int) -> bool:
         """Returns whether the next step is like those after it, on all ranks alike."""
-        if self.step + 1 < first:
-            return False
-        self.adapter.finish_step()  # ranks that are ahead would begin to record a step earlier
         settled = self.auto is None or self.auto.phase in ("plain", "compressed")
-        return self.step >= first and settled and self.times.is_steady
+        if self.step + 1 < first or not settled:
+            return False  # without a wait, which `auto` would take for a slow plan
+        self.adapter.finish_step()  # ranks that are ahead would begin to record a step earlier
+        return self.step >= first and self.times.is_steady
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes one page about the run so far, on rank 0; collective.
@@ -525,9 +528,17 @@ class Session:
 
     def open(self, device: torch.device) -> Engine:
         """Makes the engine, which ends with this session; collective."""
-        self._engine = engine_of(self.process_group, device, self._options, self.settings.seed)
+        options = Options()
+        if self.schedule is not None:
+            sizes = self.schedule
+            options = Options(slice_bytes=sizes.slice_bytes, credit_bytes=sizes.credit_bytes)
+        self._engine = engine_of(self.process_group, device, options, self.settings.seed)
         weakref.finalize(self, self._engine.close)
         self.plain.exchanging = self._engine.executor.exchanging
+        if self.schedule is not None:
+            # Ranks may start units at different places of their program, before or after
+            # collectives of the user.
+            self.plain.use(self._engine.transport)
         self.monitor.open(self._engine)
         weakref.finalize(self, self.monitor.close)
         return self._engine
@@ -639,7 +650,13 @@ class Session:
         if plan is not None:
             facts = {"step": self.step, "epoch of the plan": plan.epoch, "plan": _digest(plan)}
             self.engine.agree("a new plan", facts)
+        if self._first_schedule is not None:
+            self.schedule = (plan and Schedule.of(plan)) or self._first_schedule
+            self.engine.forget(self.gradients)  # their messages get other sizes
+            self.engine.resize(self.schedule.slice_bytes, self.schedule.credit_bytes)
         self.layout.install(plan)
+        if self.schedule is not None:
+            self.adapter.arrange(self.layout.units, self.schedule.name)
         if plan is not None and self.engine.transport.rank == 0:
             self._warn()
 
@@ -730,7 +747,11 @@ class Session:
     def meets_at_end(self) -> bool:
         """Whether ranks wait for each other at the end of this step, so that all must end it at the
         same place of their program."""
-        return self._profiler.is_active or (self._tracer is not None and self._tracer.is_last)
+        return not self.mode.is_leaving and (
+            self._profiler.is_active
+            or (self._tracer is not None and self._tracer.is_last)
+            or (self.auto is not None and self.auto.is_measuring)
+        )
 
     def note_wait(self, names: Sequence[str], start_ns: int) -> None:
         """Takes note for a timeline that the framework has waited for means until now."""
@@ -743,8 +764,15 @@ class Session:
         """Starts the exchange of the gradients of a bucket that travel together."""
         values = [buffer[start:stop] for start, stop in group.spans]
         if self.mode.current is Mode.WARMUP:
+            # What stays uncompressed keeps its recipe, and so its places, after the warm-up.
+            is_kept = self.schedule is not None and group.codec.name == "none"
             return self.engine.allreduce(
-                values, codec=NONE, names=group.names, step=self.step, order=order
+                values,
+                codec=NONE,
+                names=group.names,
+                placements=group.placements if is_kept else None,
+                step=self.step,
+                order=order,
             )
         if content is Content.REFRESH:
             return self.engine.allreduce(
@@ -866,7 +894,8 @@ class Session:
         # Plans of `auto` leave whole buckets uncompressed, for which torch's sum is fastest. Not
         # with a transport whose messages need one order on all ranks (NCCL): nothing would order
         # this sum and the exchanges of the engine.
-        return self.auto is None or bucket.has_codec or self.engine.transport.ordered
+        is_left = self.auto is not None and self.schedule is None and not bucket.has_codec
+        return not is_left or self.engine.transport.ordered
 
     def _weights(self, group: Group) -> list[torch.Tensor]:
         """Returns the parameters, in the unit of their gradients."""

@@ -118,7 +118,15 @@ def begin(
     facts = {}
     try:
         if decision.is_auto:
-            session.use_auto(Planner(decision.codecs, decision.budget))
+            is_scheduled = session.schedule is not None
+            session.use_auto(
+                Planner(
+                    decision.codecs,
+                    decision.budget,
+                    keeps_rest=is_scheduled,
+                    is_scheduled=is_scheduled,
+                )
+            )
             facts = {"codecs for auto": list(decision.codecs), "budget": decision.budget}
         session.register(specs)
         engine.agree("attach", session.facts() | facts)

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +29,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hipress.casync.graphs import schedules
-from hipress.casync.graphs.schedules import Order
-from hipress.casync.graphs.shape import slice_numel
+from hipress.casync.graphs.schedules import FIFO, PRIORITY, Order, Schedule
 from hipress.codecs.base import Codec
 from hipress.errors import UsageError, public
 from hipress.plan import MIN_SIZE, Plan
-from hipress.session import GradientSpec, Options, Session, Settings, StepObserver, replicas
+from hipress.session import Session, Settings, StepObserver, replicas
 from hipress.session.groups import has_other_ranks
-from hipress.session.selection import Choice
 from hipress.session.setup import AUTO, begin, decide
 from hipress.torch.adapter import TorchAdapter
 from hipress.torch.ddp import clean, observe
@@ -62,16 +60,17 @@ one MiB and 1.89 with 4 MB (four hosts at 1 Gbit, two cores); DDP took 1.81."""
 LEAST_SLICE_BYTES = 2**14
 NUM_CREDITS = 4
 """Slices that may be on their way out of a rank at once, unless the user or a plan says so."""
-CHUNK_NUMEL = 2**21
+BUCKET_BYTES = 25 * 2**20
+"""The size of DDP's buckets, in which `auto` exchanges gradients before it has a plan."""
 
 PER_PARAMETER = frozenset(
     {
         "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam",
-        "RMSprop", "Rprop", "Adafactor", "Muon", "Lion", "Lamb", "LAMB",
+        "RMSprop", "Rprop", "Adafactor", "Muon",
     }
 )  # fmt: skip
-"""Optimizers whose update of a parameter depends on no other parameter. All others are called once
-for all parameters."""
+"""Optimizers of torch whose update of a parameter depends on no other parameter, and which keep
+nothing in their groups. All others are called once for all parameters."""
 
 
 @dataclass(eq=False)
@@ -137,7 +136,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: Any torch optimizer, or `hipress.torch.AdamW`.
         named_parameters: `model.named_parameters()`.
-        codec: An expression such as `onebit`, or a codec; `none` sends gradients as they are.
+        codec: An expression such as `onebit`, or a codec; `none` sends gradients as they are, also
+            if None. `auto` measures in the first steps, tries schedules and codecs, and takes what
+            is fastest.
         strategy: `ps`, `ring` or `hierarchical`; `ps` if None.
         schedule: In which order messages leave: `fifo`, `priority` or `overlap`; `priority` if
             neither this nor a plan says so.
@@ -156,6 +157,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         log_every: As for `hipress.attach`.
         writer: As for `hipress.attach`.
         seed: As for `hipress.attach`.
+        codecs: As for `hipress.attach`; with `["none"]`, `auto` tries schedules only.
+        budget: As for `hipress.attach`.
         guard: As for `hipress.attach`.
 
     Example:
@@ -191,16 +194,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         log_every: int = 0,
         writer: Any = None,
         seed: int = 0,
+        codecs: Iterable[str] | None = None,
+        budget: float | str | None = None,
         guard: bool | None = None,
     ) -> None:
         # Optimizer.__init__ would make groups and state; those of the inner optimizer are used.
         inner, named = _checked(optimizer, named_parameters)
         self._inner = inner
-        if codec == AUTO:
-            raise UsageError(
-                "codec 'auto' is for hipress.attach, which can go back to DDP; give a codec, or "
-                "'none' to send gradients as they are."
-            )
+        given = {"schedule": schedule, "slice_bytes": slice_bytes, "credit_bytes": credit_bytes}
+        for option, value in given.items() if codec == AUTO else ():
+            if value is not None:
+                raise UsageError(
+                    f"codec 'auto' chooses the schedule and its sizes, and {option} is {value!r}; "
+                    "give one of them."
+                )
+        self._adapter = _OptimizerAdapter(inner, scaler)
         if strategy == "allreduce":
             raise UsageError(
                 "strategy 'allreduce' leaves messages to torch, so no schedule can order them; "
@@ -213,14 +221,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             exclude=exclude,
             include=include,
             min_size=min_size,
+            codecs=codecs,
+            budget=budget,
+            optimizer_kind=self._adapter.optimizer_kind,
         )
         planned = decision.rules.plan or Plan()
-        self.schedule = schedule or planned.schedule or schedules.PRIORITY
-        schedules.check(self.schedule)
-        self.slice_bytes = _size("slice_bytes", slice_bytes, planned.slice_bytes or SLICE_BYTES)
-        self.credit_bytes = _size(
-            "credit_bytes", credit_bytes, planned.credit_bytes or NUM_CREDITS * self.slice_bytes
+        name: Any = schedule or planned.schedule or (FIFO if decision.is_auto else PRIORITY)
+        size = _size(
+            "slice_bytes",
+            slice_bytes,
+            planned.slice_bytes or (BUCKET_BYTES if decision.is_auto else SLICE_BYTES),
         )
+        credit = _size("credit_bytes", credit_bytes, planned.credit_bytes or NUM_CREDITS * size)
         settings = Settings(
             warmup_steps=warmup_steps,
             check_every=check_every,
@@ -229,7 +241,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             seed=seed,
             guard=guard,
         )
-        self._adapter = _OptimizerAdapter(inner, scaler)
         alone = not has_other_ranks()
         self.sync = Session(
             decision.rules,
@@ -237,29 +248,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._adapter,
             process_group,
             alone=alone,
-            options=Options(slice_bytes=self.slice_bytes, credit_bytes=self.credit_bytes),
+            schedule=Schedule(name=name, slice_bytes=size, credit_bytes=credit),
         )
         """The session: `stats`, `state_dict`, `save`, `load`, `detach`."""
         self._exchanger: _Exchanger | None = None
         trained = [(name, p) for name, p in named if p.requires_grad]
         specs = self._adapter.specs(reversed(trained))
-        groups = _units(specs, decision.rules.choice, self.slice_bytes)
-        specs = [
-            replace(specs[index], joins_last=place > 0)
-            for group in groups
-            for place, index in enumerate(group)
-        ]
         begin(self.sync, decision, specs, [name for name, _ in named])
         if alone:
             return
         self._send_first([(name, parameter) for name, parameter in named])
-        parameters = dict(trained)
-        units = []
-        at = iter(specs)
-        for index, group in enumerate(groups):
-            names = tuple(next(at).name for _ in group)
-            units.append(_new_unit(index, names, [parameters[name] for name in names]))
-        self._exchanger = _Exchanger(self, units)
+        self._exchanger = _Exchanger(self, dict(trained))
         self._adapter.exchanger = weakref.ref(self._exchanger)
 
     _step_supports_amp_scaling = False
@@ -327,6 +326,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         self._inner.load_state_dict(state_dict)
 
+    @property
+    def schedule(self) -> str:
+        """The order in which messages leave."""
+        assert self.sync.schedule is not None
+        return self.sync.schedule.name
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses parameters whose gradients nothing would exchange."""
         raise UsageError(
@@ -377,17 +382,28 @@ class _OptimizerAdapter(TorchAdapter):
 
     exchanger: weakref.ref[_Exchanger] | Callable[[], None] = staticmethod(lambda: None)
 
-    @property
-    def can_observe(self) -> bool:
-        """Whether the model is known, which is the first module that is called."""
-        exchanger = self.exchanger()
-        return exchanger is not None and exchanger.root() is not None
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        super().__init__(optimizer, scaler)
+        self._stops: dict[StepObserver, Callable[[], None]] = {}
+        """What removes the hooks of each observer."""
 
     def observe(self, observer: StepObserver) -> Callable[[], None]:
-        """Registers hooks at the model for the methods that the observer overrides."""
+        """Registers hooks at the model, which is known when it has been called."""
         exchanger = self.exchanger()
-        root = None if exchanger is None else exchanger.root()
-        return (lambda: None) if root is None else observe(root, observer, self._parameters)
+        self._stops[observer] = lambda: None
+        if exchanger is not None and (root := exchanger.root()) is not None:
+            self._stops[observer] = observe(root, observer, self._parameters)
+        return lambda: self._stops.pop(observer, lambda: None)()
+
+    def note_model(self, root: nn.Module) -> None:
+        """Takes note of the model."""
+        for observer in self._stops:
+            self._stops[observer] = observe(root, observer, self._parameters)
+
+    def arrange(self, units: Sequence[Sequence[str]], schedule: str) -> None:
+        """Gives the exchanger other units."""
+        if (exchanger := self.exchanger()) is not None:
+            exchanger.arrange(units, schedule)
 
     def finish_step(self) -> None:
         """Makes the updates of a step that has yet to end."""
@@ -407,25 +423,25 @@ class _Exchanger:
     Hooks of parameters refer to this object weakly; a parameter that waits for its update owns it.
     """
 
-    def __init__(self, owner: DistributedOptimizer, units: list[_Unit]) -> None:
+    def __init__(self, owner: DistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
         self._session = owner.sync
+        self._adapter = owner._adapter
         self._inner: Any = owner._inner
-        self._schedule = owner.schedule
-        self._units = units
-        self._places = {
-            parameter: (unit, place)
-            for unit in units
-            for place, parameter in enumerate(unit.parameters)
-        }
-        self._sequence = list(units)
+        self._parameters = parameters
+        self._numbers = {parameter: k for k, parameter in enumerate(parameters.values())}
+        self._completed: list[int] = []
+        """Numbers of parameters in the order in which the first backward pass reached them."""
+        self._needed: list[int] = []
+        """Numbers of parameters in the order in which a forward pass has read them."""
+        self._places: dict[torch.Tensor, tuple[_Unit, int]] = {}
+        """The unit of each parameter, and its place there."""
+        self._sequence: list[_Unit] = []
         """Units in the order in which they start, the same on all ranks."""
         self._num_started = 0
         """Units that were started in this step."""
-        self._completed: list[int] = []
-        """Units in the order in which the first backward pass completed them."""
-        self._needed: list[int] = []
-        """Units in the order in which the next forward pass read them."""
-        self._set_orders([unit.index for unit in reversed(units)])
+        self._learns_order = True
+        """Whether this is the step after which ranks agree on the order of the forward pass."""
+        self.arrange(owner.sync.layout.units, owner.schedule)
         self._is_open = False
         self._has_stepped = False
         """Whether `step` was called and updates are left."""
@@ -478,7 +494,7 @@ class _Exchanger:
 
             return look
 
-        for parameter in self._places:
+        for parameter in self._numbers:
             register: Any = parameter.register_post_accumulate_grad_hook
             register(ready)
             parameter.register_hook(before(parameter))  # type: ignore[no-untyped-call]
@@ -509,12 +525,16 @@ class _Exchanger:
                 )
             if owners and found.root() is None:
                 found.root = weakref.ref(module)
+                found._adapter.note_model(module)
             if owners:
                 known = {id(one) for one in found._statistics}
                 found._statistics += [
                     b
                     for b in module.buffers()
-                    if b.is_floating_point() and b.numel() and id(b) not in known
+                    if b.is_floating_point()
+                    and b.numel()
+                    and b.device == found._session.engine.device
+                    and id(b) not in known
                 ]
             if any(isinstance(part, torch.jit.ScriptModule) for part in owners):
                 found._why_whole = "TorchScript reads parameters past Python"
@@ -526,7 +546,7 @@ class _Exchanger:
         weakref.finalize(self, handle.remove)
 
     def _owns_some(self, module: nn.Module) -> bool:
-        return any(p is not None and p in self._places for p in module._parameters.values())
+        return any(p is not None and p in self._numbers for p in module._parameters.values())
 
     def _before_accumulation(self, parameter: torch.Tensor) -> None:
         """Backward is about to add a gradient to `.grad`, which may be on its way."""
@@ -545,17 +565,17 @@ class _Exchanger:
         if self.accumulates:
             self.has_local = True
             return
-        unit, place = self._places[parameter]
         if not self._is_open or self._num_started == len(self._sequence):
             self._begin()
+        unit, place = self._places[parameter]
         self._used.add(parameter)
         self._take(unit, place)
         unit.ready.add(place)
         self._watch_backward()
+        if self._num_steps == 1:
+            self._completed.append(self._numbers[parameter])
         if len(unit.ready) < len(unit.parameters):
             return
-        if self._num_steps == 1:
-            self._completed.append(unit.index)
         while self._num_started < len(self._sequence):
             unit = self._sequence[self._num_started]
             if len(unit.ready) < len(unit.parameters):
@@ -567,14 +587,13 @@ class _Exchanger:
     def _begin(self) -> None:
         """Begins a step with its first gradient, and ends the one before."""
         self.finish()
-        if self._num_steps == 1:
+        if self._num_steps and self._learns_order:
             self._agree_on_orders()
         self._session.begin_step()
         self._is_open, self._num_started, self.has_local = True, 0, False
         self._num_steps += 1
         if self._statistics:  # the forward pass has updated them
-            wide = [one.to(torch.promote_types(one.dtype, torch.float)) for one in self._statistics]
-            flats = torch.cat([one.detach().reshape(-1) for one in wide])
+            flats = torch.cat([one.detach().float().reshape(-1) for one in self._statistics])
             handle = self._session.engine.allreduce(
                 [flats],
                 names=("(running statistics)",),
@@ -705,7 +724,7 @@ class _Exchanger:
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
             for group in self._inner.param_groups
         ]
-        for unit in self._units:
+        for unit in self._sequence:
             unit.options = options
             unit.updates = {}
             for place, parameter in enumerate(unit.parameters):
@@ -716,40 +735,77 @@ class _Exchanger:
                     unit.updates[parameter] = given
         self._has_stepped = True
         self._end_statistics()
-        self._update([unit for unit in self._units if unit.has_arrived])
-        for unit in self._units:
+        if not self._learns_order:  # else the forward pass is to find all of them waiting
+            self._update([unit for unit in self._sequence if unit.has_arrived])
+        for unit in self._sequence:
             for parameter in unit.updates or ():
                 mark_parameter(parameter, self)
 
     def _agree_on_first(self) -> None:
-        """Learns which parameters no rank uses, and in which order backward completes units."""
+        """Learns which parameters no rank uses, and in which order backward computes gradients."""
         self._has_agreed = True
-        unused = [k for k, parameter in enumerate(self._places) if parameter not in self._used]
+        unused = [k for parameter, k in self._numbers.items() if parameter not in self._used]
         told = self._session.engine.agree("the first step", {}, [unused, self._completed])
         never = set(told[0][0]).intersection(*(theirs for theirs, _ in told))
-        self._unused = {p for k, p in enumerate(self._places) if k in never}
-        first = dict.fromkeys([*told[0][1], *range(len(self._units))])
-        self._sequence = [self._units[index] for index in first]
+        self._unused = {parameter for parameter, k in self._numbers.items() if k in never}
+        self._completed = told[0][1]
+        self._sort_units()
         if unused and self._session.engine.transport.rank == 0:
-            unit, place = list(self._places.values())[unused[0]]
             _log.info(
                 "%s had no gradient on rank 0 in the first step, such as %s: where other ranks "
                 "have one, rank 0 takes part with zeros.",
-                counted(len(unused), "parameter"), unit.names[place],
+                counted(len(unused), "parameter"), list(self._parameters)[unused[0]],
             )  # fmt: skip
 
     def _agree_on_orders(self) -> None:
         """Takes the order in which the forward pass of rank 0 has read parameters."""
+        self._learns_order = False
         needed = list(dict.fromkeys(self._needed))
-        needed = self._session.engine.agree("the order of the forward pass", {}, needed)[0]
-        rest = [unit.index for unit in reversed(self._sequence) if unit.index not in set(needed)]
-        self._set_orders([*needed, *rest])
+        self._needed = self._session.engine.agree("the order of the forward pass", {}, needed)[0]
+        self._set_orders()
 
-    def _set_orders(self, needed: Sequence[int]) -> None:
-        """Gives units their orders; `needed` are their indices as the forward pass needs them."""
-        place = {index: k for k, index in enumerate(needed)}
-        found = schedules.orders(self._schedule, [place[unit.index] for unit in self._sequence])
-        for unit, order in zip(self._sequence, found, strict=True):
+    def arrange(self, groups: Iterable[Sequence[str]], schedule: str) -> None:
+        """Puts parameters into other units, between two steps."""
+        self._schedule = schedule
+        self._sequence = [
+            _new_unit(index, names, [self._parameters[name] for name in names])
+            for index, names in enumerate(groups)
+        ]
+        self._places = {
+            parameter: (unit, place)
+            for unit in self._sequence
+            for place, parameter in enumerate(unit.parameters)
+        }
+        self._learns_order = not self._needed
+        self._sort_units()
+        self._set_orders()
+
+    def _sort_units(self) -> None:
+        """Lets units start in the order in which backward completes them, as far as it is known."""
+        place = {number: k for k, number in enumerate(self._completed)}
+        numbers = self._numbers
+        self._sequence.sort(
+            key=lambda unit: max(place.get(numbers[p], len(numbers)) for p in unit.parameters)
+        )
+
+    def _set_orders(self) -> None:
+        """Gives units their orders.
+
+        A unit is needed with the first of its parameters; parameters that the forward pass was not
+        seen to read follow in the opposite order of backward.
+        """
+        seen = {number: k for k, number in enumerate(self._needed)}
+        needed = sorted(
+            range(len(self._sequence)),
+            key=lambda k: (
+                min(seen.get(self._numbers[p], len(seen)) for p in self._sequence[k].parameters),
+                -k,
+            ),
+        )
+        places = sorted(range(len(needed)), key=needed.__getitem__)
+        for unit, order in zip(
+            self._sequence, schedules.orders(self._schedule, places), strict=True
+        ):
             unit.order = order
 
     # --- waits and updates ------------------------------------------------------------------------
@@ -757,37 +813,46 @@ class _Exchanger:
     def need_parameter(self, parameter: torch.Tensor) -> None:
         """Returns when the parameter has been updated, and has its own class again."""
         unit, _ = self._places[parameter]
-        if self._num_steps == 1:
-            self._needed.append(unit.index)
+        if self._learns_order:
+            self._needed.append(self._numbers[parameter])
         if unit.updates is not None:
-            # While it is on its way there is time to update what is needed later.
-            others = [one for one in self._units if one is not unit and one.has_arrived]
-            if others and not unit.has_arrived:
-                self._update(others)
-            self._wait(unit)
-            self._update([unit])
+            with _apart(unit.device):
+                # While it is on its way there is time to update what is needed later.
+                others = [one for one in self._sequence if one is not unit and one.has_arrived]
+                if others and not unit.has_arrived and not self._learns_order:
+                    self._update(others)
+                self._update([unit])
         if type(parameter) is PendingParameter:
             unmark_parameter(parameter)
 
     def need_gradients(self) -> None:
         """Returns when all means are in `.grad`."""
+        if torch._C._current_graph_task_id() != -1 and self._num_started < len(self._sequence):
+            raise UsageError(
+                "a gradient is read in the middle of a backward pass, before ranks have exchanged "
+                "all of them: read it after backward, or register the hook that reads it before "
+                "the DistributedOptimizer is made, which gives it the gradient of this rank."
+            )
         if self._is_open and not self._has_stepped:
             self._say("gradients are read between backward and step, as clipping and GradScaler do")
         self.finish()
 
     def finish(self) -> None:
         """Waits for all means, and makes the updates that `step` has asked for."""
-        if not self._is_open:
-            return
+        if self._is_open:
+            with _apart(self._session.engine.device):
+                self._finish()
+
+    def _finish(self) -> None:
         self._start_rest()
-        for unit in self._units:
+        for unit in self._sequence:
             if unit.is_under_way:
                 self._wait(unit)
         if self._has_stepped:
-            self._update([unit for unit in self._units if unit.is_under_way])
+            self._update([unit for unit in self._sequence if unit.is_under_way])
             return
         self._end_statistics()
-        for unit in self._units:
+        for unit in self._sequence:
             for place, gradient in unit.gradients.items():
                 parameter = unit.parameters[place]
                 is_used = self._is_used(parameter, gradient)
@@ -811,7 +876,7 @@ class _Exchanger:
         updates: dict[torch.Tensor, torch.Tensor] = {}
         options = None
         for unit in units:
-            self._session.check()
+            self._wait(unit)  # also of one that has arrived: on a GPU its work may be left
             options = unit.options
             for parameter, gradient in (unit.updates or {}).items():
                 if type(parameter) is PendingParameter:
@@ -821,10 +886,11 @@ class _Exchanger:
                 elif isinstance(parameter.grad, PendingGradient):
                     parameter.grad = None
         if updates:
-            self._step_some(updates, options)
+            with _apart(units[0].device):
+                self._step_some(updates, options)
         for unit in units:
             unit.clear()
-        if self._has_stepped and not any(unit.is_under_way for unit in self._units):
+        if self._has_stepped and not any(unit.is_under_way for unit in self._sequence):
             self._close()
 
     def _is_used(self, parameter: torch.Tensor, mean: torch.Tensor) -> bool:
@@ -852,7 +918,7 @@ class _Exchanger:
 
     def _close(self) -> None:
         """Ends the step."""
-        for unit in self._units:
+        for unit in self._sequence:
             unit.clear()
         self._is_open = self._has_stepped = False
         self._session.end_step()
@@ -986,12 +1052,21 @@ def _checked(
 
 def _why_whole(optimizer: torch.optim.Optimizer) -> str:
     """Returns why an optimizer must update all parameters at once; empty if it need not."""
-    name = type(optimizer).__name__
-    if name not in PER_PARAMETER:
+    kind = type(optimizer)
+    name = kind.__name__
+    is_known = name in PER_PARAMETER and getattr(torch.optim, name, None) is kind
+    if not (is_known or kind in (Adam, AdamW)):
         return f"an update of {name} may depend on all parameters"
     kinds = {type(p) for group in optimizer.param_groups for p in group["params"]}
     other = next((kind for kind in kinds if kind is not nn.Parameter), None)
     return "" if other is None else f"parameters are of the class {other.__name__}"
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Leaves the inference mode and the autocast of a forward pass in which updates are made."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _size(name: str, given: int | None, default: int) -> int:
@@ -1003,19 +1078,6 @@ def _size(name: str, given: int | None, default: int) -> int:
             "messages take longer to handle than to send."
         )
     return given
-
-
-def _units(
-    specs: Sequence[GradientSpec], choice: Callable[[GradientSpec], Choice], slice_bytes: int
-) -> list[list[int]]:
-    """Returns the indices of the gradients of each unit (see `schedules.units`)."""
-    choices = [choice(spec) for spec in specs]
-    least = [slice_numel(one.codec.wire_bytes, slice_bytes, CHUNK_NUMEL) for one in choices]
-    keys = [
-        (one.codec.name, one.strategy, spec.dtype, spec.device, spec.rate_group)
-        for spec, one in zip(specs, choices, strict=True)
-    ]
-    return schedules.units([spec.numel for spec in specs], least, keys)
 
 
 def _new_unit(index: int, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> _Unit:

@@ -108,7 +108,7 @@ DATA = (
 )
 CODEC = "Expression, e.g. 'dgc(ratio=0.01)'; auto; uncompressed is plain DDP."
 PLAN = "File that decides for each gradient: plan.json, or SeCoPaPlan.txt with --codec."
-SCHEDULE = "Without DDP, messages in order: fifo, priority or overlap."
+SCHEDULE = "Without DDP, messages in order: fifo, priority, overlap; auto."
 MODEL = f"A built-in model ({docs_url('models')}), or package.module:callable."
 
 
@@ -131,7 +131,7 @@ class TrainConfig:
     """None selects a default, by optimizer and number of ranks."""
     strategy: Annotated[str | None, _exchange(help="ps, ring, hierarchical or allreduce.")] = None
     order: Annotated[str | None, _exchange("--schedule", help=SCHEDULE)] = None
-    """The schedule of a DistributedOptimizer; None trains with DDP."""
+    """The schedule of a DistributedOptimizer, `auto` if it decides; None trains with DDP."""
     slice: Annotated[str | None, _exchange(help="Bytes of a message of --schedule; 512KiB.")] = None
     credit: Annotated[
         str | None, _exchange(help="Bytes on their way out at once, of --schedule; 4 slices.")
@@ -281,17 +281,35 @@ class TrainConfig:
         """Raise a UsageError for a schedule that nothing could follow."""
         if self.order is None:
             return
+        if self.order == AUTO:
+            self._check_auto_order()
+            return
         schedules.check(self.order)
         if self.codec == AUTO:
             raise UsageError(
-                f"--codec {AUTO} may go back to DDP, which --schedule takes the place of; give a "
-                "codec, or none to send gradients as they are."
+                f"--codec {AUTO} decides about the schedule too; give --schedule {AUTO}, or a "
+                "codec."
             )
         if self.strategy == "allreduce":
             raise UsageError(
                 "--strategy allreduce leaves messages to torch, so --schedule cannot order them; "
                 "give ps, ring or hierarchical."
             )
+
+    def _check_auto_order(self) -> None:
+        """Raise a UsageError for what is not left to `auto`."""
+        if self.codec not in (AUTO, "none"):
+            raise UsageError(
+                f"--schedule {AUTO} goes with --codec {AUTO}, or with none, which sends gradients "
+                "as they are; give one of these, or a schedule."
+            )
+        given = {
+            "--slice": self.slice, "--credit": self.credit,
+            "--strategy": self.strategy, "--plan": self.plan,
+        }  # fmt: skip
+        for option, value in given.items():
+            if value is not None:
+                raise UsageError(f"--schedule {AUTO} decides about {option}; leave it out.")
 
     def _check_plan(self) -> None:
         """Raise a UsageError for a codec or strategy if the plan leaves none open."""

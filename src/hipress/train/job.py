@@ -218,11 +218,15 @@ class Job:
 
     def _build_without_ddp(self) -> None:
         config = self.config
+        arguments = self._selection_arguments()
+        if config.order == AUTO:
+            arguments["codec"] = AUTO
+            arguments["codecs"] = ["none"] if config.codec == "none" else None
         optimizer = DistributedOptimizer(
             make_optimizer(config, self.model, self.rules),
             self.model.named_parameters(),
-            **self._selection_arguments(),
-            schedule=config.order,
+            **arguments,
+            schedule=None if config.order == AUTO else config.order,
             slice_bytes=config.slice_bytes,
             credit_bytes=config.credit_bytes,
             warmup_steps=config.plain_steps,

@@ -17,6 +17,8 @@ import traceback
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch._dynamo  # once here: the first optimizer of every scenario would, for seconds
@@ -26,6 +28,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hipress
 import hipress.torch
+from hipress.plan import Plan
+from hipress.session import auto as session_auto
+from hipress.session import planner, setup
+from hipress.session.policy import Limits
+from hipress.session.timing import StepClock
 from hipress.torch.distributed_optimizer import _finish_all
 from hipress.torch.pending import PendingParameter
 
@@ -123,9 +130,10 @@ class Run:
             )
         else:
             self.model = self.module
+            how = [strategy, schedule, SLICE_BYTES, 2 * SLICE_BYTES]
             self.optimizer = hipress.torch.DistributedOptimizer(
-                inner, self.module.named_parameters(), codec, strategy, schedule, SLICE_BYTES,
-                2 * SLICE_BYTES, scaler=scaler, **options,
+                inner, self.module.named_parameters(), codec, *(how if codec != "auto" else ()),
+                scaler=scaler, **options,
             )  # fmt: skip
             self.sync = self.optimizer.sync
             if delays:
@@ -245,6 +253,66 @@ def equal(rank, opt, schedule, clear="before"):
         return pending
 
     return both(rank, script, ("ddp", "own", "barrier"), opt=opt, own={"schedule": schedule})
+
+
+class Offers(planner.Planner):
+    """Offers schedules without measuring anything; the second one seems to be fastest."""
+
+    def measure(self, session):
+        return None
+
+    def shortlist(self, profile):
+        plans = [
+            Plan(schedule="overlap", slice_bytes=2**14, credit_bytes=2**15),
+            Plan(schedule="priority", slice_bytes=2**16, credit_bytes=2**17),
+        ]
+        return [SimpleNamespace(plan=one, step_s=0.01, label=one.schedule) for one in plans]
+
+
+def auto(rank):
+    """The units and the order of messages change while a model is trained. Every step begins where
+    DDP begins it too: torch's own sums, of plain steps, round in another order."""
+    seen, gaps = [], []
+
+    class Clock(StepClock):
+        def read(self, *, wait):
+            seconds = {"fifo": 3.0, "overlap": 2.0, "priority": 1.0}[seen[-1][0]]
+            return [seconds] * len(super().read(wait=wait))
+
+    limits = Limits(block=(2, 3), control_every=(12, 24), control_share=0.5, window=4)
+    with (
+        mock.patch.object(setup, "Planner", Offers),
+        mock.patch.object(session_auto, "Limits", lambda: limits),
+        mock.patch.object(session_auto, "StepClock", Clock),
+    ):
+        run = Run("own", rank, codec="auto", codecs=["none"], delays=0.001)
+        ddp = Run("ddp", rank)
+        for step in range(40):
+            run.train([step])
+            ddp.train([step])
+            run.optimizer.synchronize()
+            seen.append([run.optimizer.schedule, run.sync.mode.current.value])
+            pairs = list(zip(ddp.module.parameters(), run.module.parameters(), strict=True))
+            gaps.append(max(float((p - q).detach().abs().max()) for p, q in pairs))
+            with torch.no_grad():
+                for p, q in pairs:
+                    p.copy_(q)
+                    if (state := run.inner.state.get(q)) is not None:
+                        ddp.inner.state[p]["momentum_buffer"].copy_(state["momentum_buffer"])
+    told = run.sync.stats().auto
+    return {"seen": seen, "gap": max(gaps), "mode": told.mode, "bits": run.bits()}
+
+
+def auto_measured(rank):
+    """All is measured, planned and tried as for users."""
+    run = Run("own", rank, codec="auto", codecs=["none"])
+    for step in range(120):
+        run.train([step])
+        if run.sync.stats().auto.mode in ("plain", "compressed"):
+            break
+    run.train(range(121, 124))
+    told = run.sync.stats().auto
+    return {"mode": told.mode, "reason": told.reason, **run.told()}
 
 
 def rates(rank):
@@ -469,6 +537,9 @@ def read(rank, how):
                 with torch.no_grad():
                     found.append(module(*batch(0, 99)).sum().item())
                 module.train()
+            elif how == "inference":
+                with torch.inference_mode():
+                    found.append(module(*batch(0, 99)).sum().item())
             elif how == "average":
                 averaged.update_parameters(module)
                 found.append(digest(*averaged.module.parameters()))
@@ -504,6 +575,35 @@ def read(rank, how):
     return both(rank, script, ("ddp", "own"), delays=0.006)
 
 
+def autocast(rank):
+    """Updates are made in a forward pass under autocast, by an optimizer with products."""
+
+    def script(run):
+        for step in range(4):
+            run.optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = run.loss(step)
+            loss.backward()
+            run.step()
+
+    return both(rank, script, ("own", "barrier"), opt=lambda p: torch.optim.Adafactor(p, lr=0.01))
+
+
+def user_collectives(rank):
+    """The program sums between backward and step, and a layer takes part on rank 0 only."""
+
+    def script(run):
+        sums = []
+
+        def add(step):
+            sums.append(float(mean_of(torch.tensor([float(rank + step)]))))
+
+        run.train(range(4), add, use=rank == 0)
+        return sums
+
+    return both(rank, script, own={"codec": "auto", "codecs": ["none"]})
+
+
 def gradients_read(rank):
     """Gradients are logged between backward and step, on rank 0 only."""
 
@@ -529,7 +629,10 @@ def norms(rank):
     own(*batch(rank, 0))
     mean = mean_of(own.norm.running_mean)
     first = Run("own", rank, norm=True).train([0]).module.norm.running_mean
-    return {"bits": digest(*values.values()), "parameters": run.bits(),
+    double = Rich(norm=True)
+    double.register_buffer("wide", torch.full((2,), float(rank), dtype=torch.float64))
+    wide = Run("own", rank, model=double).train(range(2)).module.wide
+    return {"bits": digest(*values.values()), "parameters": run.bits(), "wide": wide.tolist(),
             "gap": float((first - mean).abs().max())}  # fmt: skip
 
 
@@ -576,7 +679,7 @@ def other_order(rank, schedule):
         x = torch.randn(8, 96, generator=torch.Generator().manual_seed(100 * step + rank))
         module(x, (rank + step) % 2 == 0).backward()
         optimizer.step()
-    orders = [unit.order for unit in optimizer._exchanger._units]
+    orders = [unit.order for unit in optimizer._exchanger._sequence]
     return [digest(*module.parameters()), orders]
 
 
@@ -728,7 +831,12 @@ def refused(rank):
         wrap(module)(torch.ones(1, 64))
         del optimizer
 
-    cases = (moved, unfrozen, added, local, sparse, wrapped)
+    def read_in_backward():
+        run = Run("own", rank)
+        run.module.b.weight.register_post_accumulate_grad_hook(lambda p: p.grad.norm())
+        run.train([0])
+
+    cases = (moved, unfrozen, added, local, sparse, wrapped, read_in_backward)
     return {case.__name__: error_of(case) for case in cases}
 
 

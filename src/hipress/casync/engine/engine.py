@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -321,6 +321,11 @@ class Engine:
         for prepared in list(self._recipes.values()):
             if prepared.last is not None:
                 prepared.last.wait_ended()
+
+    def resize(self, slice_bytes: int, credit_bytes: int) -> None:
+        """Changes the sizes of a schedule's messages for tensors that are unknown, or forgotten."""
+        self.options = replace(self.options, slice_bytes=slice_bytes, credit_bytes=credit_bytes)
+        self.executor.rearrange(credit_bytes)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drops everything about some named tensors, their state included."""

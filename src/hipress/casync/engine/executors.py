@@ -134,6 +134,9 @@ class BaseExecutor:
         self._running_lock = threading.Lock()
         self._fewer_running = threading.Condition(self._running_lock)
 
+    def rearrange(self, credit_bytes: int) -> None:
+        """Takes the credit of another schedule, and ends what served the messages of the last."""
+
     def check(self) -> None:
         """Raises if an earlier error, or `close`, has ended this executor."""
         failure = self.failure
@@ -279,6 +282,14 @@ class Executor(BaseExecutor):
         else:
             self._gated.put((ready, exchange, rest))
 
+    def rearrange(self, credit_bytes: int) -> None:
+        """Takes the credit of another schedule, and ends what served the messages of the last."""
+        self._scheduled.credit_bytes = credit_bytes
+        with self._lock:
+            for key in [key for key in self._waits if key[1] > 0]:
+                self._waits.pop(key).put(None)
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+
     def _key(self, exchange: Exchange) -> int:
         """Returns the upper part of the tags of an exchange."""
         number = exchange.recipe.number % NUM_RECIPES
@@ -421,7 +432,7 @@ class Executor(BaseExecutor):
             if waits is None:
                 waits = self._waits[waiter] = queue.SimpleQueue()
                 self._start("wait-{}-{}".format(*waiter), self._wait, waits)
-        waits.put((exchange, index, pending, start_ns))
+            waits.put((exchange, index, pending, start_ns))  # before the thread is told to end
 
     def _wait(self, waits: queue.SimpleQueue[Any]) -> None:
         while (found := waits.get()) is not None:
@@ -456,7 +467,7 @@ class _ScheduledSends:
     def __init__(self, credit_bytes: float) -> None:
         self.starting = threading.Lock()
         """Held while sends are taken and started, so that they start in order."""
-        self._credit_bytes = credit_bytes
+        self.credit_bytes = credit_bytes
         self._waiting: list[tuple[tuple[int, ...], Exchange]] = []
         self._lock = threading.Lock()
         self._sent_bytes = 0
@@ -477,7 +488,7 @@ class _ScheduledSends:
                 return None
             (*_, index), exchange = self._waiting[0]
             num_bytes = _sent_bytes(exchange, index)
-            if self._sent_bytes and self._sent_bytes + num_bytes > self._credit_bytes:
+            if self._sent_bytes and self._sent_bytes + num_bytes > self.credit_bytes:
                 return None
             heapq.heappop(self._waiting)
             self._sent_bytes += num_bytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 from hipress.errors import UsageError, did_you_mean
-from hipress.plan import ScheduleName
+from hipress.plan import Plan, ScheduleName
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 FIFO, PRIORITY, OVERLAP = SCHEDULES
@@ -35,6 +35,13 @@ class Schedule:
     """About the size of a message."""
     credit_bytes: int
     """Most bytes that a rank has under way at once; one message always may be."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Schedule | None:
+        """Returns the schedule of a plan; None if it has none."""
+        if plan.schedule is None or plan.slice_bytes is None or plan.credit_bytes is None:
+            return None
+        return cls(name=plan.schedule, slice_bytes=plan.slice_bytes, credit_bytes=plan.credit_bytes)
 
     def __post_init__(self) -> None:
         check(self.name)
