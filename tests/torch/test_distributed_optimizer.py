@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hipress.torch.distributed_optimizer import _why_whole
+from hipress.torch.exchanger import why_whole
 from tests import scenarios
 from tests.grid import full, selected, thinned
 
@@ -69,6 +69,19 @@ ALONE = {
     "test_collectives_of_the_program_may_come_in_between": ["user_collectives"],
     "test_running_statistics_are_averaged": ["norms", "parts"],
     "test_two_models_do_not_meet": ["two_models"],
+    "test_a_layer_that_no_rank_uses_stands_still": ["alternating"],
+    "test_a_batch_that_one_rank_leaves_out_ends_training": ["left_out"],
+    "test_buffers_are_alike_on_all_ranks": ["buffers"],
+    "test_other_threads_may_read": ["watched"],
+    "test_an_update_that_failed_is_made_later": ["interrupted"],
+    "test_the_state_of_the_wrapped_optimizer_is_complete": ["inner_state"],
+    "test_kept_gradients_stay": ["kept_gradients"],
+    "test_hooks_before_steps_may_read_gradients": ["clipping_hook"],
+    "test_hooks_of_all_optimizers_are_called": ["global_hooks"],
+    "test_an_optimizer_may_be_made_again": ["made_again"],
+    "test_transforms_and_traces_may_read_first": ["transformed"],
+    "test_a_parameter_may_have_several_names": ["several_names"],
+    "test_one_rank_may_read_gradients": ["read_by_one"],
     "test_auto_takes_the_fastest_schedule": ["auto"],
     "test_auto_decides_from_measurements": ["auto_measured"],
     "test_hooks_of_the_wrapped_optimizer_are_called": ["hooks", "schedulers_of_inner"],
@@ -217,8 +230,98 @@ def test_running_statistics_are_averaged(case):
     found = case("norms")
     assert len({(one["bits"], one["parameters"]) for one in found}) == 1
     assert max(one["gap"] for one in found) < 1e-6
-    assert {tuple(one["wide"]) for one in found} == {(1.5, 1.5)}
+    assert {tuple(one["wide"]) for one in found} == {(0.0, 0.0)}
     assert len(set(map(tuple, case("parts")))) == 1
+
+
+def test_a_layer_that_no_rank_uses_stands_still(case):
+    """Catches: momentum or weight decay in a step in which no rank has had a gradient."""
+    found = case("alternating")
+    check_like(found)
+    assert all(one["own"]["extra"] == one["ddp"]["extra"] for one in found)
+    first = found[0]["own"]["extra"]
+    assert first[0] == first[1] != first[2] == first[3]
+
+
+def test_a_batch_that_one_rank_leaves_out_ends_training(case):
+    """Catches: replicas that differ, because one rank made no update with a mean of all ranks."""
+    for kind, text in case("left_out"):
+        assert kind == "PeerError"
+        assert "backward ended with an error on rank 0 in step 2" in text
+
+
+def test_buffers_are_alike_on_all_ranks(case):
+    """Catches: layers whose statistics are mixed up, buffers that forward replaces, constants that
+    overflow in a sum."""
+    found = case("buffers")
+    assert len({one["bits"] for one in found}) == 1
+    assert all(one["near"] > 0.1 and one["mean"] > 0 for one in found)
+    assert {tuple(one["mask"]) for one in found} == {(torch.finfo(torch.float32).min,) * 2}
+
+
+def test_other_threads_may_read(case):
+    """Catches: an update that two threads make."""
+    check_like(case("watched"), "barrier")
+
+
+def test_an_update_that_failed_is_made_later(case):
+    """Catches: parameters that are read as if they had been updated."""
+    check_like(case("interrupted"), "barrier")
+
+
+def test_the_state_of_the_wrapped_optimizer_is_complete(case):
+    """Catches: a checkpoint with momentum of the step before."""
+    found = case("inner_state")
+    check_like(found, "barrier")
+    assert all(one["own"]["extra"] == one["barrier"]["extra"] for one in found)
+
+
+def test_kept_gradients_stay(case):
+    """Catches: gradients that the next step writes over while the program still has them."""
+    found = case("kept_gradients")
+    check_like(found)
+    assert all(one["own"]["extra"] == one["ddp"]["extra"] for one in found)
+
+
+def test_hooks_before_steps_may_read_gradients(case):
+    """Catches: a step that is closed by its own hooks."""
+    check_like(case("clipping_hook"))
+
+
+def test_hooks_of_all_optimizers_are_called(case):
+    """Catches: profilers and loggers that see no step."""
+    found = case("global_hooks")
+    check_like(found)
+    assert all(one["own"]["extra"] == one["ddp"]["extra"] != [] for one in found)
+
+
+def test_an_optimizer_may_be_made_again(case):
+    """Catches: hooks of an optimizer that is gone, or is not gone yet."""
+    found = case("made_again")
+    assert len({one["bits"] for one in found}) == 1
+    for one in found:
+        assert one["hooks"] == 1
+        assert "another DistributedOptimizer was made" in one["said"][0][1]
+
+
+def test_transforms_and_traces_may_read_first(case):
+    """Catches: updates inside a transform or a trace."""
+    found = case("transformed")
+    check_like(found)
+    assert all(one["own"]["extra"] == one["ddp"]["extra"] for one in found)
+
+
+def test_a_parameter_may_have_several_names(case):
+    """Catches: a gradient that is exchanged twice."""
+    assert len(set(case("several_names"))) == 1
+
+
+def test_one_rank_may_read_gradients(case):
+    """Catches: an exchange that a rank starts after a collective of the program, on which the
+    others wait."""
+    found = case("read_by_one")
+    check_like(found)
+    assert all(one["own"]["extra"] == one["ddp"]["extra"] for one in found)
 
 
 def test_collectives_of_the_program_may_come_in_between(case):
@@ -242,8 +345,8 @@ def test_an_optimizer_of_others_updates_all_at_once():
         pass
 
     parameters = [torch.nn.Parameter(torch.ones(2))]
-    assert "may depend on all parameters" in _why_whole(SGD(parameters, {}))
-    assert _why_whole(torch.optim.SGD(parameters, lr=0.1)) == ""
+    assert "may depend on all parameters" in why_whole(SGD(parameters, {}))
+    assert why_whole(torch.optim.SGD(parameters, lr=0.1)) == ""
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

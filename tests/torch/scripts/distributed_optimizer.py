@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -24,6 +24,10 @@ import torch
 import torch._dynamo  # once here: the first optimizer of every scenario would, for seconds
 from torch import nn
 from torch.nn import functional
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.checkpoint import checkpoint
 
 import hipress
@@ -33,7 +37,7 @@ from hipress.session import auto as session_auto
 from hipress.session import planner, setup
 from hipress.session.policy import Limits
 from hipress.session.timing import StepClock
-from hipress.torch.distributed_optimizer import _finish_all
+from hipress.torch.exchanger import _finish_all
 from hipress.torch.pending import PendingParameter
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -779,6 +783,252 @@ def retried(rank):
 
     found = both(rank, script, ("own",))
     return {"own": found["own"], **both(rank, lambda run: run.train(range(4)) and None, ("ddp",))}
+
+
+def alternating(rank):
+    """All ranks leave the same layer out in every other step; momentum must not move it."""
+
+    def script(run):
+        return [
+            digest(*run.train([step], use=step % 2 == 0).module.drop.parameters())
+            for step in range(5)
+        ]
+
+    return both(rank, script)
+
+
+def left_out(rank):
+    """Rank 0 alone skips a batch whose backward pass has failed."""
+    run = Run("own", rank, delays=0.002).train(range(2))
+
+    def fail(_):
+        raise MemoryError("on purpose")
+
+    def script():
+        if rank == 0:
+            handle = run.module.conv.weight.register_hook(fail)
+            with suppress(MemoryError):
+                run.train([2])
+            handle.remove()
+        run.train(range(3 if rank == 0 else 2, 6))
+
+    return error_of(script)
+
+
+class Buffered(nn.Module):
+    """Two BatchNorms, a buffer that forward replaces, and one that nothing changes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.a = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.b = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("mask", torch.full((2,), torch.finfo(torch.float32).min))
+
+    def forward(self, x):
+        h = self.b(self.a(x))
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0) + x.mean()
+        return h
+
+
+def buffers(rank):
+    """Ranks call parts of a model in orders of their own before they train it."""
+    model = Buffered()
+    optimizer = hipress.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    if rank == 0:
+        model.eval()
+        model.b(torch.ones(2, 8))
+        model.train()
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(x + torch.arange(8)).pow(2).mean().backward()
+        optimizer.step()
+    near = [float((model.a[1].running_mean - model.b[1].running_mean).abs().max())]
+    return {"bits": digest(*model.parameters(), *model.buffers()), "near": near[0],
+            "mask": model.mask.tolist(), "mean": float(model.mean.abs().sum())}  # fmt: skip
+
+
+def watched(rank):
+    """Threads of rank 0 read parameters all the time."""
+
+    def script(run):
+        is_over = threading.Event()
+
+        def look():
+            while not is_over.is_set():
+                for parameter in run.module.parameters():
+                    float(parameter.detach().sum())
+                time.sleep(0.001)
+
+        threads = [threading.Thread(target=look) for _ in range(2 if rank == 0 else 0)]
+        for thread in threads:
+            thread.start()
+        run.train(range(12))
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+    return both(rank, script, ("own", "barrier"))
+
+
+def interrupted(rank):
+    """An update fails, as with Ctrl-C in a notebook, and is made by the next read."""
+
+    def script(run):
+        run.train(range(2))
+        run.optimizer.zero_grad()
+        run.backward(2)
+        run.step()
+        if run.kind == "own":
+            exchanger = run.optimizer._exchanger
+            with mock.patch.object(exchanger, "_step_inner", side_effect=KeyboardInterrupt):
+                with suppress(KeyboardInterrupt):
+                    run.loss(99)
+        run.losses[3:] = []
+        run.train(range(3, 5))
+
+    return both(rank, script, ("own", "barrier"), delays=0.01)
+
+
+def inner_state(rank):
+    """The wrapped optimizer is saved while updates are under way."""
+
+    def script(run):
+        run.train(range(3))
+        saved = run.inner.state_dict()["state"]
+        told = digest(*(saved[key]["momentum_buffer"] for key in sorted(saved)))
+        run.train([3])
+        state = run.optimizer.state
+        known = [state[p]["momentum_buffer"] for p in run.module.parameters() if p in state]
+        return [told, digest(*known)]
+
+    return both(rank, script, ("own", "barrier"), delays=0.02)
+
+
+def kept_gradients(rank):
+    """The program compares gradients with those of the step before."""
+
+    def script(run):
+        before, products = [], []
+
+        def compare(_):
+            nonlocal before
+            named = run.module.named_parameters()
+            now = [p.grad for name, p in named if not name.startswith("never")]
+            products.append([float((p * q).sum()) for p, q in zip(now, before, strict=False)])
+            before = now
+
+        run.train(range(4), compare)
+        return products
+
+    return both(rank, script)
+
+
+def clipping_hook(rank):
+    """A hook that runs before steps clips gradients."""
+
+    def script(run):
+        parameters = list(run.module.parameters())
+
+        def clip(*_):
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+
+        run.inner.register_step_pre_hook(clip)
+        run.train(range(4))
+
+    return both(rank, script)
+
+
+def global_hooks(rank):
+    """Hooks of all optimizers are called."""
+
+    def script(run):
+        calls = []
+        handles = [
+            register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+            register_optimizer_step_post_hook(lambda *_: calls.append("after")),
+        ]
+        run.train(range(2))
+        for handle in handles:
+            handle.remove()
+        return calls
+
+    return both(rank, script)
+
+
+def made_again(rank):
+    """An optimizer takes the place of another one, which may or may not be gone."""
+    model = Rich(norm=True)
+    said, first = [], None
+    for step in range(3):
+        inner = OPTIMIZERS["sgd"](model.parameters())
+        own = hipress.torch.DistributedOptimizer(inner, model.named_parameters())
+        for k in range(2):
+            own.zero_grad()
+            x, y = batch(rank, 2 * step + k)
+            functional.cross_entropy(model(x, y), y).backward()
+            own.step()
+        if first is None:
+            first = own
+    own.synchronize()
+    said.append(error_of(first.step))
+    hooks = max(len(part._forward_pre_hooks) for part in model.modules())
+    return {"bits": digest(*model.parameters()), "said": said, "hooks": hooks}
+
+
+def transformed(rank):
+    """The first read of a step is under a transform of torch.func, or is traced."""
+
+    def script(run):
+        found = []
+        for step in range(4):
+            run.optimizer.zero_grad()
+            run.backward(step)
+            run.step()
+            x = torch.ones(3, 160)
+            if step % 2:
+                total = torch.func.vmap(torch.func.grad(lambda v: run.module.b(v).sum()))(x)
+            else:
+                total = torch.jit.trace(run.module.b, x)(x)
+            found.append(float(total.sum()))
+        return found
+
+    return both(rank, script, delays=0.01)
+
+
+def several_names(rank):
+    """A parameter has two names."""
+    model = Rich()
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    named = model.named_parameters(remove_duplicate=False)
+    own = hipress.torch.DistributedOptimizer(inner, named)
+    x, y = batch(rank, 0)
+    functional.cross_entropy(model(x, y), y).backward()
+    own.step()
+    own.synchronize()
+    return digest(*model.parameters())
+
+
+def read_by_one(rank):
+    """Rank 0 alone reads gradients, and then all ranks call a collective of the program."""
+
+    def script(run):
+        found = []
+
+        def log(step):
+            if rank == 0:
+                found.append(run.module.b.weight.grad.norm().item())
+            found.append(float(mean_of(torch.tensor([float(rank + step)]))))
+
+        for step in range(4):
+            run.train([step], log, use=rank == 0 or step < 2)
+        return found
+
+    return both(rank, script)
 
 
 def refused(rank):

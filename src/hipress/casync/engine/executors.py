@@ -53,7 +53,7 @@ from hipress.timeline import Event
 MAX_WAITERS = 16
 """Peers beyond this number share waiters."""
 MAX_WAITING = 128
-"""Exchanges of a schedule beyond this number share waiters."""
+"""Receives under way, each way, that have a waiter of their own with a schedule; more share one."""
 ALL_SENDS = (-1, -1)
 """The waiter for the ends of exchanges, and for sends without a schedule."""
 
@@ -393,7 +393,8 @@ class Executor(BaseExecutor):
             if exchange.order is not None:
                 # They come in the order of the schedule, not in that in which they were asked for.
                 is_back = exchange.recipe.graph.is_back[index]
-                waiter = waiter[0], 1 + 2 * (exchange.recipe.number % MAX_WAITING) + is_back
+                place = exchange.recipe.number % max(1, MAX_WAITING // len(exchange.recipe.hosts))
+                waiter = waiter[0], 1 + 2 * place + is_back
             self._wait_for(waiter, exchange, index, pending, start_ns)
         elif task.verb is Verb.SEND:
             buffer, to, tag = message.sends[0]
