@@ -84,7 +84,7 @@ class _Unit:
     """First element and end of each gradient in the buffer."""
     dtype: torch.dtype
     device: torch.device
-    """Of its parameters when it was made."""
+    """Device of the parameters when the unit was made."""
     buffer: torch.Tensor | None = None
     """Memory for several gradients, or for one that cannot be sent from its own."""
     order: Order | None = None
