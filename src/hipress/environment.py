@@ -34,11 +34,11 @@ class RankEnvironment:
     """The position of this process among all ranks, and where the ranks meet."""
 
     rank: int
-    """From 0 to `num_ranks` - 1."""
+    """Index of this process among all ranks, from 0 to `num_ranks` - 1."""
     num_ranks: int
     """Number of ranks on all hosts."""
     local_rank: int
-    """From 0 among the ranks of this host; usually the index of its GPU."""
+    """Index among the ranks of this host, from 0; usually the index of its GPU."""
     local_size: int
     """Number of ranks on this host."""
     master_addr: str

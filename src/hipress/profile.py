@@ -223,7 +223,7 @@ class ModelProfile(_Value):
     error: float = 0.0
     """How much steps differ from each other, as a share."""
     gradients: tuple[GradientProfile, ...]
-    """In the order in which backward computes them."""
+    """The gradients, in the order in which backward computes them."""
     buckets: tuple[tuple[str, ...], ...] = ()
     """Names of the gradients of each DDP bucket, in its order; by DDP's defaults if empty."""
     bucket_mb: float | None = Field(default=None, gt=0)

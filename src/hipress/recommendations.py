@@ -1,4 +1,4 @@
-"""Which codec for which optimizer: what to write, and what was measured.
+"""Recommends a codec for each optimizer: the lines to write, and the results that were measured.
 
 Warnings, `hipress doctor`, `hipress plan`, `hipress train`, `auto` and the documentation read their
 advice here. The figures are in recommendations.json, which docs/generate.py makes from
@@ -139,7 +139,7 @@ RECOMMENDED = {
         ),
     )
 }
-"""By kind of optimizer."""
+"""The recommendation for each kind of optimizer."""
 
 SAFE = RECOMMENDED[UNKNOWN].codec
 """The codec that works with every optimizer."""

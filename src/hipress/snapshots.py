@@ -57,7 +57,7 @@ class Split(BaseModel):
 
     num_steps: int = Field(ge=1)
     step_s: float = Field(ge=0)
-    """From the end of one exchange to the end of the next."""
+    """Seconds from the end of one exchange to the end of the next."""
     compute_s: float = Field(ge=0)
     """The step without `wait_s`: forward, backward, optimizer, data."""
     encode_s: float = Field(ge=0)
@@ -67,7 +67,7 @@ class Split(BaseModel):
     decode_s: float = Field(ge=0)
     """Time of the exchange in which frames are decoded and merged."""
     wait_s: float = Field(ge=0)
-    """From the last gradient of a step to the end of its exchange, when training stands still."""
+    """Seconds from the last gradient of a step to the end of its exchange, when training waits."""
     sent_bytes: float = Field(ge=0)
     """Bytes that the rank has sent in a step."""
     ratio: float = Field(ge=0)

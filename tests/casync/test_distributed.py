@@ -167,7 +167,7 @@ def test_steady_steps_are_quiet(told):
         assert first["made"]  # what is counted can be seen
 
 
-def test_pieces_overtake_each_other_unless_told_not_to(told):
+def test_chunks_overlap_unless_pipelining_is_off(told):
     for (overlapping, num_chunks), (apart, _) in told.results("pipelining", range(2)):
         assert num_chunks > 4
         assert overlapping > 0

@@ -33,9 +33,9 @@ def graphs_of(strategy, hosts, routes, *, codes_local=False, raw=False, **option
 def check_mean(graphs):
     results = strict.play(graphs)
     num_ranks = len(graphs)
-    pieces_seen = set(range(len(graphs[0].routes)))
+    chunks_seen = set(range(len(graphs[0].routes)))
     for result in results:
-        assert set(result) == pieces_seen
+        assert set(result) == chunks_seen
         for chunk, value in result.items():
             shares = dict(value.weights)
             assert set(shares) == set(range(num_ranks))
@@ -49,7 +49,7 @@ def pairs_of(num_ranks):
     return [rank // 2 for rank in range(num_ranks)]
 
 
-def piece_counts(num_ranks):
+def chunk_counts(num_ranks):
     return (1, num_ranks, 2 * num_ranks + 1) if num_ranks <= 5 else (num_ranks + 1,)
 
 
@@ -65,7 +65,7 @@ def lowerings(num_ranks):
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize(("strategy", "codes_local"), CASES)
 def test_every_rank_gets_the_same_mean(strategy, codes_local, num_ranks):
-    for count in piece_counts(num_ranks):
+    for count in chunk_counts(num_ranks):
         routes = [chunk % num_ranks for chunk in range(count)]
         hosts = pairs_of(num_ranks)
         if num_ranks <= 8:
@@ -155,7 +155,7 @@ def test_staged_tasks_need_the_whole_depth_before():
                 assert last <= set(task.needs)
 
 
-def test_fusing_leaves_one_merge_per_piece_and_aggregator():
+def test_fusing_leaves_one_merge_per_chunk_and_aggregator():
     for graph in graphs_of("ps", (0, 1, 2), range(3)):
         merges = [task for task in graph.tasks if task.verb is Verb.MERGE]
         assert [task.chunk for task in merges] == [graph.rank]
@@ -285,7 +285,7 @@ def messages(graphs):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("options", LOWERINGS.values(), ids=LOWERINGS)
-def test_ps_sends_one_frame_per_worker_and_piece_each_way(num_ranks, options):
+def test_ps_sends_one_frame_per_worker_and_chunk_each_way(num_ranks, options):
     routes = [chunk % num_ranks for chunk in range(2 * num_ranks + 1)]
     sent = Counter(
         (a, b, slot.kind, slot.chunk)
@@ -309,8 +309,8 @@ def test_a_ring_goes_round_twice_but_for_two_hops(num_ranks, codes_local):
     routes = [chunk % num_ranks for chunk in range(count)]
     sent = messages(graphs_of("ring", [0] * num_ranks, routes, codes_local=codes_local))
     assert all(b == (a + 1) % num_ranks for a, b, _ in sent)
-    per_piece = Counter(slot.chunk for *_, slot in sent)
-    assert per_piece == Counter(dict.fromkeys(range(count), 2 * (num_ranks - 1)) if sent else {})
+    per_chunk = Counter(slot.chunk for *_, slot in sent)
+    assert per_chunk == Counter(dict.fromkeys(range(count), 2 * (num_ranks - 1)) if sent else {})
     backs = Counter(slot.chunk for *_, slot in sent if slot.kind is Kind.BACK)
     assert all(n == num_ranks - 1 for n in backs.values())
 
@@ -347,7 +347,7 @@ def test_ps_is_an_all_to_all_and_an_all_gather(num_ranks):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-def test_all_ranks_make_as_many_calls_where_pieces_go_round(strategy, num_ranks):
+def test_all_ranks_make_as_many_calls_where_routes_go_round(strategy, num_ranks):
     for waves in (1, 2, 3):
         routes = [chunk % num_ranks for chunk in range(waves * num_ranks)]
         graphs = graphs_of(strategy, pairs_of(num_ranks), routes, ordered=True)

@@ -62,7 +62,7 @@ def test_what_has_ended_is_joined_at_once():
     assert joint(handles, 7).done()
 
 
-def test_the_settler_may_be_closed_by_itself():
+def test_a_callback_may_close_its_own_threads():
     """Catches: `cannot join current thread` when the last who held an engine is a callback."""
     threads = CallbackThreads()
     problems, done = [], threading.Event()

@@ -7,9 +7,9 @@ from hipress.lab.links import (
     Link,
     burst_bytes,
     parse_delay,
+    parse_link_rate,
     parse_links,
     parse_loss,
-    parse_rate,
     queue_bytes,
 )
 
@@ -29,7 +29,7 @@ from hipress.lab.links import (
     ],
 )
 def test_rate(text, bits):
-    assert parse_rate(text) == bits
+    assert parse_link_rate(text) == bits
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,16 @@ def test_loss(text, part):
 @pytest.mark.parametrize(
     ("parse", "text", "says"),
     [
-        (parse_rate, "1gb", "rate '1gb' is not a number and a unit; write 1gbit"),
-        (parse_rate, "fast", "rate 'fast' is not a number and a unit"),
-        (parse_rate, "-1gbit", "is not a number and a unit"),
-        (parse_rate, "", "rate '' is not a number"),
-        (parse_rate, "0gbit", "rate '0gbit' cannot be shaped; write one from 10kbit to 32gbit"),
-        (parse_rate, "100gbit", "cannot be shaped"),
+        (parse_link_rate, "1gb", "rate '1gb' is not a number and a unit; write 1gbit"),
+        (parse_link_rate, "fast", "rate 'fast' is not a number and a unit"),
+        (parse_link_rate, "-1gbit", "is not a number and a unit"),
+        (parse_link_rate, "", "rate '' is not a number"),
+        (
+            parse_link_rate,
+            "0gbit",
+            "rate '0gbit' cannot be shaped; write one from 10kbit to 32gbit",
+        ),
+        (parse_link_rate, "100gbit", "cannot be shaped"),
         (parse_delay, "5", "delay '5' is not a number and a unit; write 5ms"),
         (parse_delay, "1min", "is not a number and a unit"),
         (parse_delay, "60s", "delay '60s' is too long; write 10s or less."),

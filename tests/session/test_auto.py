@@ -288,7 +288,7 @@ def test_every_change_is_a_line(told):
     ]
 
 
-def test_an_advisor_that_fails_is_heard_of(told):
+def test_a_planner_that_fails_is_reported(told):
     """Catches: a job that ends, or hangs, since no plan could be made."""
     lines = run(told, "fails")["lines"]
     assert "auto: no plan could be made (ValueError: no idea)." in lines
@@ -312,14 +312,14 @@ def test_one_rank_is_plain_and_says_so(told):
 
 
 def test_posts_are_heard_in_order_and_dropped_later(monkeypatch):
-    """Catches: a store that grows with every order, and an order that is gone too soon."""
+    """Catches: a store that grows with every directive, and a directive that is gone too soon."""
     store = torch.distributed.HashStore()
     first, other = (Agreement(store, rank, 2, timeout_s=0.2) for rank in (0, 1))
     last = KEPT_POSTS + 2
     for number in range(1, last + 1):
-        first.post(number, f"order {number}")
+        first.post(number, f"directive {number}")
     for number in range(3, last + 1):
-        assert other.read_post(number, "what is next") == f"order {number}"
+        assert other.read_post(number, "what is next") == f"directive {number}"
     assert not any(store.check([f"post/{number}"]) for number in (0, 1, 2))
     monkeypatch.setattr(agreement, "GRACE_S", 0.1)
     with pytest.raises(PeerError, match=r"rank 0 did not say what is next within 0\.2 s") as caught:
@@ -362,8 +362,8 @@ def auto_of(offered=(), **engine):
     return made, posted, SimpleNamespace(engine=engine, step=0, monitor=Monitor())
 
 
-def test_a_plan_that_is_offered_again_outlives_those_since():
-    """Catches: an offer that is dropped before it is tried, and a rank that lacks its plan."""
+def test_a_plan_that_is_a_candidate_again_outlives_those_since():
+    """Catches: a candidate that is dropped before it is tried, and a rank that lacks its plan."""
     offered = []
     made, posted, session = auto_of(offered)
     for k in range(1, KEPT_PLANS + 1):
@@ -380,8 +380,8 @@ def test_a_plan_that_is_offered_again_outlives_those_since():
     assert "plan" not in posted[-1][1]
 
 
-def test_an_order_is_taken_once_and_an_unfinished_one_is_given_again():
-    """Catches: rank 0 alone on an old order after a backward that failed."""
+def test_a_directive_is_taken_once_and_an_unfinished_one_is_given_again():
+    """Catches: rank 0 alone on an old directive after a backward that failed."""
     made, posted, session = auto_of()
     made._post(session.engine, Directive(number=1, steps=3, epoch=None))
     made._take(made._receive(session))

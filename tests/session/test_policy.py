@@ -103,7 +103,7 @@ def test_steps_in_which_ranks_switch_do_not_count():
     assert None in world.epochs[100:] and len(world.measures) == 1
 
 
-def test_without_an_offer_nothing_is_tried():
+def test_without_a_candidate_nothing_is_tried():
     """Catches: trials of nothing, and silence."""
     world = World(steady(0.1)).run(300)
     assert set(world.epochs) == {PLAIN}
@@ -129,7 +129,7 @@ def test_a_slow_start_does_not_make_plain_look_slow(seed):
     assert len(world.measures) == 1
 
 
-def test_hopeless_offers_are_not_tried_beside_a_good_one():
+def test_hopeless_candidates_are_not_tried_beside_a_good_one():
     """Catches: a slow network in which every trial costs seconds."""
     candidates = [candidate(1, 0.1), candidate(2, 0.4), candidate(3, 0.5)]
     world = World(steady(1.0, p1=0.1, p2=0.4, p3=0.5), lambda step: candidates).run(100)
@@ -239,7 +239,7 @@ def test_a_link_that_recovers_gives_plain_back():
 # --- directives ---------------------------------------------------------------------------------
 
 
-def test_orders_are_numbered_and_keep_what_is_needed():
+def test_directives_are_numbered_and_keep_what_is_needed():
     """Catches: residuals of a plan in use that a control would send, and those of one that is
     dropped, which would stay."""
     seen = []

@@ -49,7 +49,7 @@ class ClusterBenchmark:
 
     num_hosts: int
     rate: str
-    """As the user wrote it; none: not shaped."""
+    """The rate as the user wrote it; none: links are not shaped."""
     rate_bits: int | None
     delay: str
     is_shaped: bool

@@ -20,7 +20,7 @@ COLOURS = ("#7f7f7f", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#1
 DASHES = {"ring": "--", "hierarchical": ":"}
 """Lines of other strategies are solid."""
 MARKERS = {None: "o", "fifo": "s", "priority": "^", "overlap": "v"}
-"""By schedule; points without one are round."""
+"""The marker of each schedule; points without a schedule are round."""
 SMOOTHED = 0.7
 """Weight of the past in the curves of losses: the loss of a batch jumps about."""
 MAX_TITLE = 66

@@ -55,7 +55,7 @@ class ProfileBenchmark(ClusterBenchmark):
 
     @property
     def where(self) -> str:
-        """Where it measures, for people."""
+        """Describes where the benchmark measures, for people."""
         if self.num_hosts == 0:
             return "a running job"
         if not self.is_shaped:

@@ -50,7 +50,7 @@ COMPUTE = "compute"
 """The variant without any exchange: the bound."""
 BASELINE = "ddp"
 AUTO = "auto"
-"""In place of a codec: `attach` decides, among the other codecs of the run."""
+"""Given in place of a codec: `attach` chooses among the other codecs of the run."""
 WARM_UP_STEPS = 3
 """DDP arranges its buckets anew after the first; the third is PowerSGD's first."""
 MAX_DECISION_STEPS = 200

@@ -46,7 +46,7 @@ class DemoOptions:
 
     hosts: Annotated[int, Option(min=2, max=16, help="Emulated hosts, a rank each.")] = 4
     rate: Annotated[str | None, Option(help="Rate of each host's link, each way.")] = "100mbit"
-    """None where links cannot be emulated."""
+    """Rate of the emulated links; None where links cannot be emulated."""
     steps: Annotated[int, Option(min=10, help="Steps of each run.")] = 120
     seed: Annotated[int, Option(min=0, help="Seed of weights and batches.")] = 0
 
@@ -80,12 +80,12 @@ def demo(
     emulated links both runs use 127.0.0.1, and nothing is slow.
     """
     import hipress
-    from hipress.lab.links import parse_rate
+    from hipress.lab.links import parse_link_rate
     from hipress.train.config import PLAIN
 
     output = ui.JsonOutput(json, "demo")
     _check_plot(plot)
-    parse_rate(options.rate)
+    parse_link_rate(options.rate)
     _check_needs(hipress.codec(codec))
     why = _refusal(str(options.rate))
     where = f"{options.hosts} emulated hosts with {options.where}"

@@ -31,7 +31,7 @@ PREDICTION_ERROR = 0.20
 prediction`, on 2 and 4 emulated hosts, nine of ten were within it (median 9.2 %, worst 27.4 %)."""
 STRATEGIES = ("ps", "ring")
 OPTIMIZERS = {"sgd": SGD, "sgd-momentum": SGD_MOMENTUM, "adam": ADAM, "adamw": ADAM}
-"""Their kinds in `hipress.recommendations`."""
+"""The kind in `hipress.recommendations` of each optimizer of `--optimizer`."""
 HOSTS, RATE = 4, "1gbit"
 
 LATENCY_S = 1e-4
@@ -446,7 +446,7 @@ def _lab_rate(text: str) -> str:
 
     for spelt in (text, rate_text(parse_rate(text))):
         with contextlib.suppress(UsageError):
-            links.parse_rate(spelt)
+            links.parse_link_rate(spelt)
             return shlex.quote(spelt)
     return "none"
 

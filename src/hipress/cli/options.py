@@ -123,11 +123,11 @@ class ClusterOptions:
 
     def benchmarks(self) -> list[dict[str, Any]]:
         """Returns the fields of a `ClusterBenchmark` for each rate; refuses wrong options."""
-        from hipress.lab.links import parse_delay, parse_rate
+        from hipress.lab.links import parse_delay, parse_link_rate
 
         check_device(self.device)
         parse_delay(self.delay)
-        rate_bits = {rate: parse_rate(rate) for rate in self.rates()}
+        rate_bits = {rate: parse_link_rate(rate) for rate in self.rates()}
         if self.loopback and (self.delay, *rate_bits) != ("none", "none"):
             raise UsageError("--rate and --delay need a network; leave them out with --loopback.")
         return [

@@ -64,7 +64,7 @@ class Sweep:
     codecs: tuple[str, ...] = ()
     strategies: tuple[str, ...] = strategies.candidates()
     rate: str | None = None
-    """As the user wrote it; None: as measured."""
+    """The rate as the user wrote it; None: the rate that was measured."""
     schedules: tuple[ScheduleName, ...] = ()
     """Each choice is simulated with each of them too, and so is a step with nothing compressed."""
     plan: Plan | None = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REFRESH_S = 1.0
 TIMEOUT_S = 3.0
-"""For a whole answer."""
+"""Seconds within which a whole answer must arrive."""
 MAX_BYTES = 2**23
 """Most bytes of an answer; a snapshot of a rank has about 1 kB."""
 LATE_S = 10.0
@@ -87,7 +87,7 @@ def top(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunningJob:
     """The ranks of one job that have been found."""
 
     ranks: tuple[Snapshot, ...]
@@ -118,11 +118,11 @@ class Job:
         }
 
 
-def _reader(addresses: Sequence[str]) -> Callable[[], list[Job]]:
+def _reader(addresses: Sequence[str]) -> Callable[[], list[RunningJob]]:
     """Returns a function that reads the jobs anew; it raises UsageError if nobody answers."""
     pairs = [_parsed(text) for text in addresses]
 
-    def read() -> list[Job]:
+    def read() -> list[RunningJob]:
         if pairs:
             found = [one for host, port in pairs for one in fetch(host, port)]
         else:
@@ -132,12 +132,12 @@ def _reader(addresses: Sequence[str]) -> Callable[[], list[Job]]:
     return read
 
 
-def grouped(found: Sequence[Snapshot]) -> list[Job]:
+def grouped(found: Sequence[Snapshot]) -> list[RunningJob]:
     """Returns the jobs of snapshots, each rank once."""
     jobs: dict[str, dict[int, Snapshot]] = {}
     for one in sorted(found, key=lambda one: (one.job, one.rank, one.time)):
         jobs.setdefault(one.job, {})[one.rank] = one
-    return [Job(ranks=tuple(ranks.values())) for ranks in jobs.values()]
+    return [RunningJob(ranks=tuple(ranks.values())) for ranks in jobs.values()]
 
 
 def _parsed(text: str) -> tuple[str, int]:
@@ -205,7 +205,7 @@ def _foreign(host: str, port: int) -> UsageError:
 # --- the view -------------------------------------------------------------------------------------
 
 
-def view(jobs: Sequence[Job]) -> Group:
+def view(jobs: Sequence[RunningJob]) -> Group:
     """Returns what is shown of jobs."""
     from rich.console import Group
     from rich.text import Text
@@ -216,7 +216,7 @@ def view(jobs: Sequence[Job]) -> Group:
     return Group(*filter(lambda one: one is not None, shown))
 
 
-def _title(job: Job) -> Any:
+def _title(job: RunningJob) -> Any:
     from rich.text import Text
 
     first = job.ranks[0]
@@ -233,7 +233,7 @@ def _title(job: Job) -> Any:
     return text
 
 
-def _table(job: Job) -> Table:
+def _table(job: RunningJob) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -261,7 +261,7 @@ def _cells(split: Split | None) -> list[str]:
             f"{split.ratio:.1f}"]  # fmt: skip
 
 
-def _notes(job: Job) -> Iterator[Any]:
+def _notes(job: RunningJob) -> Iterator[Any]:
     from rich.text import Text
 
     late = job.slowest
@@ -290,7 +290,7 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _show(jobs: list[Job], read: Callable[[], list[Job]]) -> None:
+def _show(jobs: list[RunningJob], read: Callable[[], list[RunningJob]]) -> None:
     """Shows jobs until a key is pressed or they have ended."""
     from rich.console import Console, Group
     from rich.live import Live

@@ -36,7 +36,7 @@ app = typer.Typer()
 LEAVING_S = 5.0
 """How long rank 0 waits at most for the others at the end."""
 MARGIN_S = 30.0
-"""By how much torch's timeout is longer than ours."""
+"""Seconds by which torch's timeout is longer than ours."""
 
 _output = partial(Option, rich_help_panel="Checkpoints and output")
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from hipress.environment import INTERFACE_VARIABLES, free_port, with_defaults
 from hipress.errors import LabError, UsageError
 from hipress.lab.cluster import Cluster, Message
-from hipress.lab.links import Counters, Link, parse_delay, parse_links, parse_loss, parse_rate
+from hipress.lab.links import Counters, Link, parse_delay, parse_link_rate, parse_links, parse_loss
 from hipress.lab.network import address
 from hipress.lab.run import KILLED, CommandRun, Finished, OnLine
 
@@ -199,7 +199,7 @@ class Lab:
         self._check_host(host)
         link = self._links[host]
         if rate is not None:
-            link = replace(link, rate_bits=parse_rate(rate))
+            link = replace(link, rate_bits=parse_link_rate(rate))
         if delay is not None:
             link = replace(link, delay_us=parse_delay(delay))
         if loss is not None:

@@ -37,8 +37,8 @@ class Counters:
     received_packets: int
 
 
-def parse_rate(text: str | None) -> int | None:
-    """Return the bits per second of a rate such as "1gbit"; None for "none"."""
+def parse_link_rate(text: str | None) -> int | None:
+    """Return the bits per second to which a link is shaped, such as "1gbit"; None for "none"."""
     if text is None or text == "none":
         return None
     rate = number_and_unit(text, RATE_UNITS)
@@ -85,7 +85,7 @@ def parse_links(
     if len(rates) != hosts:
         raise UsageError(f"there are {len(rates)} rates for {hosts} hosts; give one, or one each.")
     delay_us, part = parse_delay(delay), parse_loss(loss)
-    return [Link(rate_bits=parse_rate(each), delay_us=delay_us, loss=part) for each in rates]
+    return [Link(rate_bits=parse_link_rate(each), delay_us=delay_us, loss=part) for each in rates]
 
 
 def burst_bytes(rate_bits: int) -> int:

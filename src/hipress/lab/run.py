@@ -39,9 +39,9 @@ class Finished:
     stdout: tuple[str, ...]
     """One for each rank; empty if the output was not to be kept."""
     stderr: tuple[str, ...]
-    """One for each rank, likewise."""
+    """One for each rank; empty if the output was not to be kept."""
     seconds: float
-    """From the start to the end of the last rank."""
+    """Seconds from the start to the end of the last rank."""
 
     def failure(self) -> str:
         """Say in one sentence which rank failed first, and its last line on stderr."""

@@ -88,7 +88,7 @@ class OutputStream:
     name: str
     """"stdout" or "stderr"."""
     rank: RankProcess | None
-    """None for torchrun."""
+    """The rank that writes the stream; None for torchrun."""
     splitter: TerminalLineSplitter = field(default_factory=TerminalLineSplitter)
 
 

@@ -142,7 +142,7 @@ class RemoteAgent:
         self.started: set[int] = set()
         """The ranks that have started."""
         self.waits_for: str | None = None
-        """Why it cannot reach the first host."""
+        """The reason why this host cannot reach the first one yet; None if it can."""
         self.over: Message | None = None
         """Its last message."""
         self.code: int | None = None

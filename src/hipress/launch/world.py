@@ -18,11 +18,11 @@ class World:
     """The position of this process among the ranks."""
 
     rank: int
-    """From 0 to size - 1."""
+    """Index of this process among all ranks, from 0 to `size` - 1."""
     size: int
     """Number of ranks on all hosts."""
     local_rank: int
-    """From 0 among the ranks of this host; usually the index of its GPU."""
+    """Index among the ranks of this host, from 0; usually the index of its GPU."""
     local_size: int
     """Number of ranks on this host."""
 

@@ -19,7 +19,7 @@ from hipress.compll.build import make_folder
 from hipress.version import __version__
 
 Points = dict[str, list[tuple[int, float]]]
-"""By verb: elements, and seconds of one call."""
+"""For each verb: numbers of elements, and the seconds of one call."""
 VERBS = ("encode", "decode", "add", "back")
 ERROR = "error"
 """A key beside the verbs: elements of a message of normal noise, and its error."""

@@ -53,7 +53,7 @@ class Extent:
     """The sizes that are measured, and the memory for it; the same on all ranks."""
 
     sizes: tuple[int, ...]
-    """Elements."""
+    """Numbers of elements to measure with."""
     room_numel: int | None = None
     """Elements that all slots may hold together, if memory is short."""
 

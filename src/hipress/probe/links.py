@@ -42,7 +42,7 @@ NUM_JOBS, NUM_ROUTES, TINY_NUMEL = 4, 4, 64
 WARM_UP_STEPS = 3
 
 Message = tuple[torch.Tensor, int]
-"""Memory, and the rank at the other end."""
+"""A tensor to send or receive into, and the rank at the other end."""
 
 
 def machine(engine: Engine) -> Machine:

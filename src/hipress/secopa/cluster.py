@@ -27,7 +27,7 @@ from hipress.casync.graphs.strategies import ring
 from hipress.profile import Network, Profile
 from hipress.secopa.costs import CostedGraph, CostedTask
 from hipress.secopa.hardware import Call, Clock, Link, Processor, WorkQueue
-from hipress.secopa.symmetry import BEGIN, Hops, Mirrors, mirrors
+from hipress.secopa.symmetry import BEGIN, Hops, PairedReceives, pair_receives
 
 MOST_SEGMENTS = 256
 """The bytes that a rank sends in a step are cut into about this many segments."""
@@ -204,10 +204,10 @@ class _Progress:
         self.start_s: float | None = None
         self.arrived: list[Call] = []
         """Messages that wait for this rank to begin."""
-        self.with_sends: Mirrors = {}
+        self.with_sends: PairedReceives = {}
         """Where one rank stands for all: its sends, and the receives that come with them."""
-        self.with_others: Mirrors = {}
-        """The same for other tasks."""
+        self.with_others: PairedReceives = {}
+        """The same for tasks other than sends."""
 
     def place_of(self, place: int) -> int:
         """Returns the place of a task in the schedule, or 0 if there is none."""
@@ -331,7 +331,7 @@ class SimulatedRank:
         progress.start_s = self.clock.now_s
         is_alone = self.cluster.is_alone
         if is_alone:
-            progress.with_sends, progress.with_others = mirrors(progress.tasks, self._hops())
+            progress.with_sends, progress.with_others = pair_receives(progress.tasks, self._hops())
         for arrive in progress.arrived:
             arrive()
         progress.arrived.clear()

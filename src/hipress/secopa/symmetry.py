@@ -16,8 +16,8 @@ from hipress.secopa.costs import CostedTask
 BEGIN = -1
 """Stands for the beginning of a synchronisation where a task is named."""
 
-Mirrors = dict[int, list[tuple[int, float]]]
-"""The receives that come with each task, and how much later."""
+PairedReceives = dict[int, list[tuple[int, float]]]
+"""For each task: the receives that are paired with it, and how many seconds later each arrives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Hops:
         return merging * (pass_s + work_s * self.work_factor) + passing * pass_s
 
 
-def mirrors(tasks: Sequence[CostedTask], hops: Hops) -> tuple[Mirrors, Mirrors]:
+def pair_receives(tasks: Sequence[CostedTask], hops: Hops) -> tuple[PairedReceives, PairedReceives]:
     """Pairs receives with sends, and with other tasks where there is no such send.
 
     A receive is one deeper than its send in the life of a chunk, so it is paired with a send of the
@@ -74,8 +74,8 @@ def mirrors(tasks: Sequence[CostedTask], hops: Hops) -> tuple[Mirrors, Mirrors]:
         elif task.verb is Verb.ENCODE:
             encodes.setdefault(task.chunk, place)
         works[task.chunk] = max(works.get(task.chunk, 0.0), task.work_s)
-    with_sends: Mirrors = {}
-    with_others: Mirrors = {}
+    with_sends: PairedReceives = {}
+    with_others: PairedReceives = {}
     for (kind, depth), places in receives.items():
         known = [above for above in sends.get(kind, ()) if above <= depth]
         own = sends[kind][max(known)] if known else []

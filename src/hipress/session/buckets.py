@@ -108,7 +108,7 @@ class Bucket:
 
     names: tuple[str, ...]
     groups: tuple[Group, ...]
-    """In the order in which they start; empty if no codec takes the buffer's elements."""
+    """The groups in the order in which they start; empty if no codec takes the element type."""
 
     @property
     def has_codec(self) -> bool:

@@ -440,8 +440,8 @@ def _connected(
         check()
     found = made.result()
     # Longer than a rank tries to connect, so that those that cannot are heard.
-    meeting = dist.distributed_c10d.PrefixStore("connected", store)
-    Agreement(meeting, rank, num_ranks, limit_s + LOST_S, check).agree(CONNECT, {})
+    connected_store = dist.distributed_c10d.PrefixStore("connected", store)
+    Agreement(connected_store, rank, num_ranks, limit_s + LOST_S, check).agree(CONNECT, {})
     return found
 
 

@@ -66,7 +66,7 @@ NAME = "the guard's sample"
 
 # The limits lie between healthy and wrong codecs; docs/design-choices.md has the measurements.
 LEAST_COSINE = {True: 0.1, False: 0.2}
-"""With error feedback, and without it."""
+"""The lowest cosine allowed, by whether the codec has error feedback."""
 LEAST_SHARE = 0.2
 """Without error feedback. With it what is missing comes later: dgc(ratio=0.001) has 0.02."""
 MOST_ERROR = 1.5
@@ -85,7 +85,7 @@ class Numbers:
 
     steps: int
     cosine: float
-    """Between what was decoded and the truth."""
+    """The cosine between what was decoded and the exact values."""
     share: float
     """How much of the truth has arrived: 1 is all of it."""
     error: float

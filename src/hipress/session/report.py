@@ -55,11 +55,11 @@ class LayerRow:
     codec: str
     strategy: str
     gradient_bytes: int
-    """As float32."""
+    """Bytes of the gradient as float32."""
     frame_bytes: int
     """Bytes of what one rank sends of it, encoded."""
     reason: str
-    """Why it is not compressed."""
+    """The reason why the gradient is not compressed."""
     coding_s: float | None
     """Time of this rank's codecs in a step; a group's time is shared out by elements."""
     under_way_s: float | None

@@ -52,7 +52,7 @@ class Choice:
     order: int | None = None
     """The lowest of a bucket starts first; None: compressed gradients start before the others."""
     reason: str = ""
-    """Why it is not compressed."""
+    """The reason why the gradient is not compressed."""
 
 
 @dataclass(frozen=True, kw_only=True)

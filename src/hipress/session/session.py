@@ -162,7 +162,7 @@ class Session:
         self.guard = Guard() if settings.guard else None
         """Watches the accuracy of codecs."""
         self._writer = settings.writer
-        """None if there is none, or it has failed."""
+        """The writer of scalars, as for TensorBoard; None if there is none, or it has failed."""
         self._logged_totals = Totals()
         """Totals of the monitor at the last log line."""
         if settings.warmup_steps and not self.idle:

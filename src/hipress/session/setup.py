@@ -26,7 +26,7 @@ _log = logging.getLogger("hipress")
 DEFAULT_CODEC = SAFE
 """Used when only a strategy was given."""
 AUTO = "auto"
-"""In place of a codec: measure, plan, and compress where that is faster."""
+"""Given in place of a codec: measures, plans, and compresses where that is faster."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,9 +61,9 @@ class TorchAdapter(Adapter):
         self._sent_momentum: set[torch.Tensor] = set()
         """Parameters whose momentum was exchanged in this step."""
         self._unused: dict[torch.Tensor, TensorWeakRef] = {}
-        """Their `.grad`, until the attached optimizer makes a step with it."""
+        """The `.grad` of each parameter until the attached optimizer makes a step with it."""
         self._used: dict[torch.Tensor, tuple[TensorWeakRef, int]] = {}
-        """Their `.grad` after that step, and its version."""
+        """The `.grad` of each parameter after that step, and its version."""
         self._is_used_by_other = False
         """Whether another optimizer has made a step with it, and the attached one none since."""
         self._num_used_by_others = 0

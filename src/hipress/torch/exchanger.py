@@ -73,7 +73,7 @@ class Unit:
     """First element and end of each gradient in the buffer."""
     dtype: torch.dtype
     device: torch.device
-    """Of its parameters when it was made."""
+    """Device of the parameters when the unit was made."""
     buffer: torch.Tensor | None = None
     """Memory for several gradients, or for one that cannot be sent from its own."""
     order: Order | None = None
@@ -143,7 +143,7 @@ class Exchanger:
         self._numbers = {parameter: k for k, parameter in enumerate(parameters.values())}
         self._lock = threading.RLock()
         self._handles: list[RemovableHandle] = []
-        """Of all hooks."""
+        """What removes the hooks."""
         weakref.finalize(self, _remove, self._handles)
         self.is_retired = False
         """Whether a later DistributedOptimizer has taken the parameters over."""

@@ -22,7 +22,7 @@ class Sent:
     """What each worker compresses, and with which codec."""
 
     codec: Codec | None
-    """None for plain averaging."""
+    """The codec; None for plain averaging."""
     refreshes: bool = False
     """Whether `hipress.torch.AdamW` learns sizes from other gradients, on some steps."""
 

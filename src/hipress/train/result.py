@@ -46,7 +46,7 @@ class Result:
     steps_per_s: float
     """Excludes evaluations, checkpoints and the first steps."""
     units_per_s: float
-    """Sum over all ranks."""
+    """Units per second, summed over all ranks."""
     units_per_s_per_rank: float
     unit: str
     wire_bytes_per_step: float

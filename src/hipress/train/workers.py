@@ -37,7 +37,7 @@ class Run:
     """The result of one training run."""
 
     codec: str
-    """As the user named it, or `PLAIN`."""
+    """The codec as the user named it, or `PLAIN`."""
     form: str = GRADIENT
     seed: int
     device: str = "cpu"

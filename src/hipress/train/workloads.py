@@ -58,7 +58,7 @@ class ConvergenceTask:
     rate: float
     """Learning rate at the start, or after the warm-up; it falls along half a cosine."""
     last_rate: float = 0.0
-    """Where it falls to, as a share of `rate`."""
+    """The learning rate at the end, as a share of `rate`."""
     warmup: int = 0
     """Steps in which the rate grows linearly."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -121,7 +121,7 @@ class Run:
     """A model under auto whose steps seem to take as long as they are told to.
 
     Args:
-        lists: What the advisor offers, each time it is asked.
+        lists: The candidates of the planner, each time it is asked.
         pace: (codec of the plan in use or None, step) -> seconds.
     """
 

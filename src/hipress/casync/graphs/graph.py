@@ -42,7 +42,7 @@ class Kind(StrEnum):
     RAW = "raw"
     """The elements of another rank, as that rank holds them."""
     PLAIN = "plain"
-    """Elements as float32."""
+    """The elements as float32."""
     FRAME = "frame"
     """A worker's gradient under the worker's codec."""
     PARTIAL = "partial"

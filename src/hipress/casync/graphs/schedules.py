@@ -32,7 +32,7 @@ class Schedule:
 
     name: ScheduleName
     slice_bytes: int
-    """About the size of a message."""
+    """Approximate bytes of a message."""
     credit_bytes: int
     """Most bytes that a rank has under way at once; one message always may be."""
 

@@ -42,7 +42,7 @@ class Model:
     num_parameters: int
     """Number of parameters of `build()`; 0 if only building the model tells."""
     published: str = "ours"
-    """Source of that number."""
+    """The source of `num_parameters`."""
     batch: int
     """Examples per rank and step, unless the user gives another number."""
     task: str | None
