@@ -32,6 +32,14 @@ def made(**options: object) -> Profile:
     return profile(**{"codecs": CODECS, **options})  # type: ignore[arg-type]
 
 
+def measured(profile_: Profile, **errors: float) -> Profile:
+    """The profile with errors of some codecs, the same on every gradient."""
+    assert profile_.model is not None
+    gradients = tuple(one.model_copy(update={"errors": errors}) for one in profile_.model.gradients)
+    model = profile_.model.model_copy(update={"gradients": gradients})
+    return profile_.model_copy(update={"model": model})
+
+
 def codecs_of(found: SearchResult) -> set[str]:
     return {decision.codec for decision in found.plan.gradients.values()}
 
@@ -113,13 +121,30 @@ def test_codecs_that_are_named_are_the_ones():
 
 
 def test_a_bound_keeps_coarse_codecs_away():
-    assert codecs_of(search(made(bytes_per_s=1e7), budget=Budget.read("0.1"))) == {"int8"}
-    found = search(made(bytes_per_s=1e7), budget=Budget.read(0.001))
-    assert codecs_of(found) == {"none"}
+    profile_ = measured(made(bytes_per_s=1e7), int8=0.01, onebit=0.6)
+    assert codecs_of(search(profile_, budget=Budget.read("0.1"))) == {"int8"}
+    assert codecs_of(search(profile_, budget=Budget.read(0.001))) == {"none"}
+
+
+def test_a_bound_is_not_on_errors_of_noise():
+    """Catches: a codec that is chosen, or left out, for what it makes of something else."""
+    profile_ = made(bytes_per_s=1e7)
+    assert {costs.codec: costs.error for costs in profile_.codecs}["int8"] == 0.01
+    with pytest.raises(UsageError) as caught:
+        search(profile_, budget=Budget.read(0.1))
+    assert str(caught.value) == (
+        "budget 0.1 bounds the error of a layer's message, and the profile has no error of "
+        "int8, onebit that was measured on gradients of its model; measure with hipress profile "
+        "--model, or give a budget by name: careful or table."
+    )
+    found = search(measured(profile_, onebit=0.05, int8=0.2), budget=Budget.read(0.1))
+    assert codecs_of(found) == {"onebit"}
+    found = search(measured(profile_, int8=0.05), budget=Budget.read(0.9))
+    assert codecs_of(found) == {"int8"}
 
 
 def test_a_bound_is_on_each_layer():
-    profile_ = made(bytes_per_s=1e7)
+    profile_ = measured(made(bytes_per_s=1e7), onebit=0.6)
     assert profile_.model is not None
     first = profile_.model.gradients[0].model_copy(update={"errors": {"onebit": 0.9}})
     model = profile_.model.model_copy(update={"gradients": (first, *profile_.model.gradients[1:])})
@@ -187,7 +212,7 @@ def test_the_plan_has_the_best_schedule_for_its_own_decisions():
 
 
 def test_a_schedule_hides_the_way_back_where_nothing_may_be_compressed():
-    profile_ = made(bytes_per_s=4e7, **SLOW)
+    profile_ = measured(made(bytes_per_s=4e7, **SLOW), int8=0.01, onebit=0.6)
     found = search(profile_, budget=Budget.read(0.001))
     assert codecs_of(found) == {"none"} and found.plan.schedule in ("priority", "overlap")
     assert not any(one.is_compressed for one in found.schedules)

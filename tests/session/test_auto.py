@@ -115,7 +115,7 @@ def told():
         [
             *({"id": name, "do": name, "ranks": 2}
               for name in ("unused", "amp", "taken_over", "detached", "refused", "clocks",
-                           "mixed")),
+                           "mixed", "bounded")),
             {"id": "saved", "do": "saved", "ranks": 3, "at": SAVED_AT},
         ],
         [{"id": "pair", "do": "pair", "ranks": 2}],  # its clocks are real: nothing beside it
@@ -421,6 +421,30 @@ def test_a_link_that_fails_while_all_measure_is_explained():
     made._planner.measure = measure
     with pytest.raises(PeerError, match="rank 1 is gone"):
         planner.together(session.engine, lambda: made._planner.measure(session))
+
+
+def test_a_bound_is_on_errors_of_the_gradients_of_the_job(told):
+    """Catches: errors on noise, 0.6 and more here, that stand for those of the gradients."""
+    ranks = told.results("bounded", range(2))
+    for kind in ("sgd", "adamw"):
+        errors = one([result[kind]["errors"] for result in ranks])
+        assert [result[kind]["kept"] for result in ranks] == [0, 0]
+        # A rank measures some of them; of a gradient of zeros no error can be told.
+        assert set(errors) == {"signs", "few", "normal"}
+        assert errors["few"][TOPK] < 0.3 and errors["few"]["onebit"] > 0.8
+        assert errors["normal"]["onebit"] > 0.5 and errors["normal"][TOPK] > 0.5
+        plan = ranks[0][kind]["plan"]
+        assert plan["few"][0] == TOPK
+        assert plan["normal"][0] == "none" and "off, more than 0.3" in plan["normal"][1]
+        assert plan["unused"] == [
+            "none", f"the error of onebit was not measured; the error of {TOPK} was not measured"
+        ]  # fmt: skip
+        # Signs are all that the gradient has. The momentum of AdamW, which is sent in its place,
+        # is a sum over several steps.
+        if kind == "sgd":
+            assert errors["signs"]["onebit"] < 1e-3 and plan["signs"][0] == "onebit"
+        else:
+            assert errors["signs"]["onebit"] > 0.3 and plan["signs"][0] == "none"
 
 
 def test_what_makes_no_sense_costs_advice_and_not_the_job(monkeypatch):

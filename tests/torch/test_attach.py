@@ -329,6 +329,26 @@ def test_compiled_models(told):
             assert found["bits"] == results[0]["not" + more]["bits"]
 
 
+@pytest.mark.parametrize("how", ["not", "inside", "around"])
+def test_compiled_models_train_with_adamw(told, how):
+    """Catches: momentum that is not exchanged, or of which a compiled model learns otherwise."""
+    results = told.results("compiled", range(2))
+    one([result[f"{how} adamw"]["bits"] for result in results])
+    for result in results:
+        found = result[f"{how} adamw"]
+        weights = ["0.weight", "3.weight", "5.weight"]
+        is_refresh = [step in (0, 1, 6) for step in range(8)]
+        assert found["momentum"] == [[] if refresh else weights for refresh in is_refresh]
+        # A refresh sends int8, eight times as much as onebit; biases come on top of both.
+        assert found["sent"] == [
+            max(found["sent"]) if k else min(found["sent"]) for k in is_refresh
+        ]
+        assert max(found["sent"]) > 4 * min(found["sent"])
+        assert found["losses"][-1] < 0.75 * found["losses"][2]
+        # aot_eager computes as eager does
+        assert found["bits"] == result["not adamw"]["bits"]
+
+
 def test_enabled_false_is_plain_ddp(told):
     """Catches: a hook that is registered all the same, figures or checkpoints that then fail."""
     for found in told.results("disabled", range(2)):

@@ -1,7 +1,8 @@
 """Lightning, Accelerate and the Hugging Face Trainer: what HiPress ships for them.
 
 Their examples train on two ranks and compare parameters as they go, so they end with an error if
-replicas differ; `make test-all` resumes them on three ranks.
+replicas differ; `make test-all` resumes them on three ranks. Those of Lightning and Accelerate use
+SGD; both train with `hipress.torch.AdamW` in `scripts/frameworks_adamw.py`.
 """
 
 import importlib.util
@@ -133,6 +134,31 @@ def test_transformers_compresses(trained: Callable[[str], Run]) -> None:
     first, second = (float(one) for one in re.findall(r"'hipress/ratio': '([\d.]+)'", run.output))
     assert 3 < first < 4.1 and second > 15
     assert "AdamW divides by the size of past gradients" not in run.output
+
+
+@pytest.fixture(scope="module")
+def with_adamw() -> list[dict[str, Any]]:
+    """What ranks have seen that train with `hipress.torch.AdamW`: one start for both frameworks."""
+    names = [name for name in ("accelerate", "lightning") if importlib.util.find_spec(name)]
+    output = _output([*TORCHRUN, "2", str(SCRIPTS / "frameworks_adamw.py"), *names])
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+def test_momentum_of_adamw_is_exchanged(with_adamw: list[dict[str, Any]], name: str) -> None:
+    """Catches: an optimizer that `attach` is not given, or another one that makes the steps."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    ranks = [line for line in with_adamw if line["framework"] == name]
+    assert len(ranks) == 2 and ranks[0]["bits"] == ranks[1]["bits"]
+    is_refresh = [step in (0, 1, 6) for step in range(8)]
+    for rank in ranks:
+        weights = ["0.weight", "2.weight"]
+        assert rank["momentum"] == [[] if refresh else weights for refresh in is_refresh]
+        # A refresh sends int8, eight times as much as onebit; biases come on top of both.
+        assert rank["sent"] == [max(rank["sent"]) if k else min(rank["sent"]) for k in is_refresh]
+        assert max(rank["sent"]) > 4 * min(rank["sent"])
+        assert rank["losses"][-1] < 0.75 * rank["losses"][2] and rank["losses"][2] < 0.85
 
 
 @full

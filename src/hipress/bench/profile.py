@@ -6,9 +6,8 @@ ranks call `measure` themselves.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +33,6 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 FEW_EXAMPLES, NUM_FEW_STEPS = 2, 2
 FEW_STEPS_S = 1.5
 """A step of `time_model` takes about this long; longer ones are timed with fewer examples."""
-MOST_ERROR = 1e9
-"""The error of a message that overflowed, as one of fp16 may: a profile holds finite numbers."""
 LEAST_ELEMENTS = 10**6
 """Elements of the gradient that the timeout of ranks allows for, at the least."""
 OnPart = Callable[[float, str], None]
@@ -137,8 +134,8 @@ def _model(
     made.backward(batch)
     errors: dict[str, dict[str, float]] = {}
     if engine.transport.rank == 0:
-        found = measure_errors(_usable(named_gradients(net)), benchmark.codecs)
-        errors = {name: _finite(of_codec) for name, of_codec in found.items()}
+        gradients = {name: p.grad for name, p in named_gradients(net).items() if p.grad is not None}
+        errors = measure_errors(gradients, benchmark.codecs)
     made.timer.close()
     own = made.timer.profile(
         name=benchmark.model or "", batch=benchmark.batch or line.batch, skip=0, errors=errors
@@ -238,21 +235,6 @@ def scaled(model: ModelProfile, times: float) -> ModelProfile:
             ),
         }
     )
-
-
-def _usable(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns gradients that have a relative error: not zero everywhere, and finite."""
-    found = {}
-    for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            norm = float(torch.linalg.vector_norm(parameter.grad.float()))
-            if 0.0 < norm < math.inf:
-                found[name] = parameter.grad
-    return found
-
-
-def _finite(of_codec: Mapping[str, float]) -> dict[str, float]:
-    return {codec: error if error < MOST_ERROR else MOST_ERROR for codec, error in of_codec.items()}
 
 
 def _note_bucket(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations

@@ -118,15 +118,35 @@ class Budget:
             return tuple(name for name in measured if not ONLY_NAMED.match(name))
         return tuple(name for name in measured if name in self.codecs)
 
-    def reason(self, gradient: GradientProfile, codec: str, error: float) -> str:
-        """Returns why a codec may not be used for a gradient; empty if it may.
+    def check_errors(self, gradients: Sequence[GradientProfile], codecs: Sequence[str]) -> None:
+        """Checks that errors were measured if this budget is a bound on them.
+
+        A codec's error on noise tells nothing of gradients, most of whose elements are small.
 
         Args:
-            gradient: The gradient.
-            codec: The codec.
-            error: The codec's error on noise, for gradients on which it was not measured.
+            gradients: The gradients that may be compressed.
+            codecs: The codecs that may be used.
+
+        Raises:
+            UsageError: No error of any of these codecs was measured on any of these gradients.
         """
-        off = gradient.errors.get(codec, error)
-        if self.bound is not None and off > self.bound:
+        if self.bound is None or not gradients or not codecs:
+            return
+        if all(gradient.errors.keys().isdisjoint(codecs) for gradient in gradients):
+            raise UsageError(
+                f"budget {self.bound:g} bounds the error of a layer's message, and the profile has "
+                f"no error of {', '.join(codecs)} that was measured on gradients of its model; "
+                "measure with hipress profile --model, or give a budget by name: "
+                f"{' or '.join(BUDGETS)}."
+            )
+
+    def reason(self, gradient: GradientProfile, codec: str) -> str:
+        """Returns why a codec may not be used for a gradient; empty if it may."""
+        if self.bound is None:
+            return ""
+        if codec not in gradient.errors:
+            return f"the error of {codec} was not measured"
+        off = gradient.errors[codec]
+        if off > self.bound:
             return f"{codec} is {off:.2g} off, more than {self.bound:g}"
         return ""

@@ -124,6 +124,10 @@ def search(
         patience_s: Seconds after which to stop searching, again to stop explaining, and again to
             stop trying schedules; a few tries are always made.
         epoch: The epoch of the plan.
+
+    Raises:
+        UsageError: The budget does not fit the codecs, or is a bound on errors and none were
+            measured on gradients.
     """
     simulator = Simulator(profile, num_ranks)
     if reasons is None:
@@ -252,6 +256,7 @@ class _Search:
             else "none was asked for"
         )
         self.exempt = {g.name: reasons[g.name] for g in self.gradients if reasons.get(g.name)}
+        budget.check_errors([g for g in self.gradients if g.name not in self.exempt], self.codecs)
         self.patience_s = patience_s
         self._seen: dict[object, float] = {}
         self.best: Decisions = {}
@@ -359,7 +364,7 @@ class _Search:
         return tuple(codec for codec in self.codecs if not self._reason(gradient, codec))
 
     def _reason(self, gradient: GradientProfile, codec: str) -> str:
-        return self.budget.reason(gradient, codec, self.simulator.profile.codec(codec).error)
+        return self.budget.reason(gradient, codec)
 
     def _choices(self, like: GradientProfile) -> list[Callable[[GradientProfile], Decision]]:
         num_ranks = self.simulator.num_ranks
@@ -418,10 +423,10 @@ class _Search:
                 tried = decisions | {g.name: other(g) for g in members}
                 other_s = self._step_s(tried) if _compresses(tried) else self.plain_s
             why = self.exempt.get(members[0].name, "")
-            if not why and not self._usable(members[0]):
-                why = self._all_reasons(members[0])
-            update = _explanation(is_compressed, why, step_s, other_s)
+            has_none = not why and not self._usable(members[0])
             for g in members:
+                own = self._all_reasons(g) if has_none else why
+                update = _explanation(is_compressed, own, step_s, other_s)
                 found[g.name] = decisions[g.name].model_copy(update=update)
         return found
 

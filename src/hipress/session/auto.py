@@ -15,10 +15,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hipress.casync.engine.engine import Engine
 from hipress.codecs.table import codec as named_codec
 from hipress.errors import UsageError
 from hipress.plan import Plan
+from hipress.session.buckets import Bucket
 from hipress.session.mode import Mode
 from hipress.session.planner import Planner, together
 from hipress.session.policy import (
@@ -199,6 +202,11 @@ class Auto:
         if now is None:
             return Mode.PLAIN, None
         return Mode.TRIAL if self.phase == "trial" else Mode.COMPRESSED, self._plans[now]
+
+    def keep(self, session: Session, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Shows the planner the gradients of a plain step after which it may measure."""
+        if self._left == 0 and self._is_plain and not self.is_idle:
+            self._planner.keep(session, bucket, buffer)
 
     def end(self, engine: Engine) -> None:
         """Ends a step that went well."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hipress.casync.engine.engine import Engine
@@ -20,9 +21,9 @@ from hipress.profile import Machine, ModelProfile, Profile
 from hipress.recommendations import SAFE, UNKNOWN, recommended
 from hipress.secopa import search
 from hipress.secopa.budget import BUDGETS, CAREFUL, PASSED, Budget
-from hipress.session.buckets import UNSENT, has_momentum
+from hipress.session.buckets import UNSENT, Bucket, has_momentum, keeps_residual
 from hipress.session.selection import can_take
-from hipress.session.timing import MODEL_TIMES, GradientTimer, merged
+from hipress.session.timing import MODEL_TIMES, GradientTimer, measure_errors, merged
 
 if TYPE_CHECKING:
     from hipress.session.session import Session
@@ -38,7 +39,7 @@ EXEMPT = "no gradient may be compressed (see sync.skipped)"
 UNCOUNTED_STEPS = 2
 """DDP builds its buckets in the first steps, so they do not count."""
 DIGITS = 4
-"""Significant digits of the times that ranks exchange; they vary more from step to step."""
+"""Significant digits of the numbers that ranks exchange; they vary more from step to step."""
 
 
 def allowed(
@@ -115,6 +116,12 @@ class Planner:
         self._search_s = SEARCH_S
         self._model: ModelProfile | None = None
         self._reasons: dict[str, str] = {}
+        self._ranks: dict[str, int] = {}
+        """By gradient that may be compressed, the rank that measures errors on it."""
+        self._kept: dict[str, torch.Tensor] = {}
+        """This rank's share of the gradients of a step, on which errors are measured."""
+        self._errors: dict[str, dict[str, float]] = {}
+        """Errors by gradient and codec, the same on all ranks."""
         self.problem = ""
         """Why the measurements cannot be planned with."""
 
@@ -153,8 +160,35 @@ class Planner:
         if self._timer is not None:
             self._timer.resume()
 
+    def keep(self, session: Session, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Keeps gradients of a step after which `measure` may come, if errors are to be measured.
+
+        Each gradient is kept by one rank, so that all share the work and the memory.
+
+        Args:
+            session: The session.
+            bucket: The gradients.
+            buffer: Their elements on this rank, before they are averaged.
+        """
+        if self._budget.bound is None or self._errors:
+            return
+        if not self._ranks:
+            usable = [
+                gradient
+                for gradient in session.gradients.values()
+                if not session.rules.choice(gradient.spec).reason
+            ]
+            usable.sort(key=lambda gradient: (-gradient.numel, gradient.name))
+            num_ranks = session.engine.transport.num_ranks
+            self._ranks = {gradient.name: k % num_ranks for k, gradient in enumerate(usable)}
+        for group in bucket.groups:
+            for name, (start, stop) in zip(group.names, group.spans, strict=True):
+                if self._ranks.get(name) == session.engine.transport.rank:
+                    self._kept[name] = buffer[start:stop].clone()
+
     def end(self) -> None:
         """Stops timing the model."""
+        self._kept.clear()
         self._stop_timer()
         if self._timer is not None:
             self._timer.close()
@@ -162,10 +196,13 @@ class Planner:
     def measure(self, session: Session) -> Profile | None:
         """Measures what everything costs; all ranks call it, between two steps.
 
-        Codecs and the model are measured once, links every time. Only rank 0 knows the model.
+        Codecs and the model are measured once, links every time, and errors until there are any,
+        if the budget is a bound on them. Only rank 0 knows the model.
         """
         engine = session.engine
         self._search_s = min(SEARCH_S, engine.timeout_s / 4)  # the other ranks wait for the search
+        if self._budget.bound is not None and not self._errors:
+            self._errors = self._measured_errors(session)
         if self._machine is None:
             self._machine = links.machine(engine)
             self._model = self._model_of(session)
@@ -181,7 +218,12 @@ class Planner:
             )
         try:  # no rank waits for this one any more, so an error costs a plan and not the job
             costs = codec_costs.fitted(engine, names, self._points)
-            return Profile(machine=self._machine, network=network, codecs=costs, model=self._model)
+            return Profile(
+                machine=self._machine,
+                network=network,
+                codecs=costs,
+                model=self._model_with_errors(),
+            )
         except Exception as error:
             self.problem = f"the measurements make no profile: {type(error).__name__}: {error}"
             return None
@@ -206,6 +248,32 @@ class Planner:
             reasons=self._reasons,
             patience_s=self._search_s,
         )
+
+    def _measured_errors(self, session: Session) -> dict[str, dict[str, float]]:
+        """Returns what codecs make of the gradients that ranks have kept; collective."""
+        own: dict[str, dict[str, float]] = {}
+        for name, values in self._kept.items():
+            # What the optimizer has exchanged in place of the gradient is what codecs get.
+            of_momentum = [one for one in self.codecs if _sends_momentum(session, name, one)]
+            of_gradient = [one for one in self.codecs if one not in of_momentum]
+            own |= _rounded(measure_errors({name: values}, of_gradient))
+            if of_momentum and name in own:
+                scale = session.adapter.loss_scale()
+                session.adapter.make_momentum(name, values, 1.0 if scale is None else scale)
+                for codec_errors in _rounded(measure_errors({name: values}, of_momentum)).values():
+                    own[name] |= codec_errors
+        self._kept.clear()
+        of_all = session.engine.agree("errors of codecs", {}, share=own)
+        return {name: errors for one in of_all for name, errors in one.items()}
+
+    def _model_with_errors(self) -> ModelProfile | None:
+        if self._model is None:
+            return None
+        gradients = tuple(
+            gradient.model_copy(update={"errors": self._errors.get(gradient.name, {})})
+            for gradient in self._model.gradients
+        )
+        return self._model.model_copy(update={"gradients": gradients})
 
     def _model_of(self, session: Session) -> ModelProfile | None:
         """Returns the median over all ranks of when gradients are ready, on rank 0.
@@ -289,5 +357,19 @@ def combined(own: ModelProfile, names: Sequence[str], of_all: Sequence[Any]) -> 
     return merged([decoded(*one) for one in of_all])
 
 
-def _short(seconds: float) -> float:
-    return float(f"{seconds:.{DIGITS}g}")
+def _short(number: float) -> float:
+    return float(f"{number:.{DIGITS}g}")
+
+
+def _rounded(errors: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {
+        name: {codec: _short(error) for codec, error in of_codec.items()}
+        for name, of_codec in errors.items()
+    }
+
+
+def _sends_momentum(session: Session, name: str, text: str) -> bool:
+    """Returns whether a codec would be given the momentum of the optimizer."""
+    made = named_codec(text)
+    is_noisy = not keeps_residual(made) and session.adapter.takes_noisy
+    return not made.keeps_sizes and not is_noisy and session.adapter.offers_momentum(name)

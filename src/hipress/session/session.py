@@ -722,6 +722,8 @@ class Session:
         bucket = self.layout.bucket(index, tuple(names), buffer)
         if self._tracer is not None:
             self._tracer.on_bucket(index, [n for group in bucket.groups for n in group.names])
+        if self.auto is not None:
+            self.auto.keep(self, bucket, buffer)
         contents = self._momentum.make(bucket, buffer, mode, self.scale)
         added, later = self.owed.pay(bucket, buffer, contents, compresses=mode.compresses)
         if mode is Mode.FLUSHING:

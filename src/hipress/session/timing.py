@@ -14,6 +14,7 @@ is the time between them.
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -33,6 +34,8 @@ from hipress.session.adapter import GradientSpec, StepObserver
 MAX_STEPS = 32
 """Number of steps that a `GradientTimer` keeps; the oldest are dropped."""
 CLOCKS = ("process", "thread")
+MOST_ERROR = 1e9
+"""The error of a message that overflowed, as one of fp16 may: a profile holds finite numbers."""
 MODEL_TIMES = ("forward_s", "backward_s", "rest_s", "threads", "error")
 """Measured fields of a model's profile beside its gradients."""
 
@@ -315,6 +318,8 @@ def measure_errors(
 ) -> dict[str, dict[str, float]]:
     """Returns the error of one message, as a share of the gradient's norm, without error feedback.
 
+    Gradients that are zero everywhere, or not finite, have no such share and are left out.
+
     Args:
         gradients: Gradients by name; they are not changed.
         codecs: Codec expressions.
@@ -326,8 +331,9 @@ def measure_errors(
     made = {name: last_phase(name) for name in codecs}
     pairs = gradients.items() if isinstance(gradients, Mapping) else gradients
     return {
-        name: {text: error_of(codec, gradient) for text, codec in made.items()}
+        name: {text: _finite(error_of(codec, gradient)) for text, codec in made.items()}
         for name, gradient in pairs
+        if 0.0 < float(torch.linalg.vector_norm(gradient.detach().float())) < math.inf
     }
 
 
@@ -354,6 +360,10 @@ def merged(profiles: Sequence[ModelProfile]) -> ModelProfile:
     ]
     found["gradients"] = tuple(sorted(gradients, key=lambda one: one.ready_s))
     return profiles[0].model_copy(update=found)
+
+
+def _finite(error: float) -> float:
+    return error if error < MOST_ERROR else MOST_ERROR
 
 
 def _work_s(a: Moment, b: Moment, clock: str) -> float:

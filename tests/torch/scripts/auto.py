@@ -20,6 +20,7 @@ import torch.distributed as dist
 import hipress
 import hipress.torch
 from hipress.plan import Decision, Plan
+from hipress.secopa.search import search
 from hipress.session import auto, planner, policy, setup
 from hipress.session.adapter import StepObserver
 from hipress.session.policy import Limits
@@ -27,6 +28,7 @@ from hipress.session.timing import StepClock
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.scenarios import main, tell
+from tests.secopa import made_up
 from tests.torch.scripts.models import (
     Halves,
     Ledger,
@@ -64,6 +66,7 @@ class Planner(planner.Planner):
 
 tell_probe = lambda sync: None  # noqa: E731  # replaced where a rank comes to harm there
 
+TOPK = "topk(ratio=0.05)"
 SLOW = "topk(ratio=0.01, exact=true)"
 
 
@@ -459,6 +462,61 @@ def mixed(rank, num_ranks):
             "bits": bits(module)}  # fmt: skip
 
 
+def bounded(rank, num_ranks):
+    """Gradients whose errors are not those of noise, under a bound: what ranks measured, plans."""
+
+    class Made(torch.nn.Module):
+        """Gradients of one size and random signs; of few elements; of normal ones; of none."""
+
+        def __init__(self):
+            super().__init__()
+            # What cannot be compressed is small, so that compressing the rest pays.
+            for name, width in (("signs", 128), ("few", 1024), ("normal", 40), ("unused", 40)):
+                setattr(self, name, torch.nn.Parameter(torch.zeros(128, width)))
+            self.small = torch.nn.Parameter(torch.zeros(80))
+
+        def forward(self, seed):
+            draw = torch.Generator().manual_seed(seed)
+            normal = torch.randn(128, 1024, generator=draw)
+            few = normal * (torch.rand(128, 1024, generator=draw) < 0.01)
+            parts = (
+                self.signs * normal[:, :128].sign(),
+                self.few * few,
+                self.normal * normal[:, :40],
+            )
+            return sum(part.sum() for part in parts) + 0 * self.unused.sum() + self.small.sum()
+
+    class Seen(planner.Planner):
+        def measure(self, session):
+            self.profile = super().measure(session)
+            return self.profile
+
+    setup.Planner = Seen
+    logging.getLogger("hipress").handlers = [lines := Lines()]
+    codecs, found = ["onebit", TOPK], {}
+    for name, make in (
+        ("sgd", lambda ps: torch.optim.SGD(ps, lr=0.01)),
+        ("adamw", lambda ps: hipress.torch.AdamW(ps, lr=0.01, refresh_warmup=3)),
+    ):
+        ddp = wrap(Made())
+        optimizer = make(ddp.parameters())
+        sync = hipress.attach(ddp, codecs=codecs, budget=0.3, optimizer=optimizer)
+        for step in range(6):  # the sixth begins with a measurement
+            optimizer.zero_grad()
+            ddp(num_ranks * step + rank).backward()
+            optimizer.step()
+        made = sync.auto._planner
+        plan = {}
+        if rank == 0:  # for a network so slow that everything pays
+            network = made_up.profile(num_ranks=num_ranks, bytes_per_s=1e4).network
+            slow = made.profile.model_copy(update={"network": network})
+            best = search(slow, codecs=codecs, budget=made._budget, reasons=made._reasons).plan
+            plan = {key: [one.codec, one.reason] for key, one in best.gradients.items()}
+        found[name] = {"errors": made._errors, "kept": len(made._kept), "plan": plan}
+        sync.detach()
+    return found | {"lines": lines.found}
+
+
 def adapts(rank, num_ranks, id):
     """All of it is real: trains until a plan has been in use for a while; tells of each step."""
     torch.set_num_threads(1)
@@ -485,5 +543,5 @@ def adapts(rank, num_ranks, id):
 
 
 if __name__ == "__main__":
-    warm_up("none", "onebit", "int8", "bf16", "topk(ratio=0.05)", SLOW)
+    warm_up("none", "onebit", "int8", "bf16", TOPK, SLOW)
     main(globals(), thorough=False, limit_s=400.0)

@@ -587,9 +587,33 @@ def compiled(rank, num_ranks, backend):
             "kept": sorted({key.name for key, _ in sync.engine.states}), "steps": sync.step,
         }  # fmt: skip
 
+    def adamw(kind):
+        """Whether momentum came in each step, what was sent, and losses."""
+        module = mlp()
+        inner = torch.compile(module, backend=backend) if kind == "inside" else module
+        ddp = DDP(inner, bucket_cap_mb=1)
+        outer = torch.compile(ddp, backend=backend) if kind == "around" else ddp
+        optimizer = hipress.torch.AdamW(
+            module.parameters(), lr=1e-3, refresh_warmup=2, refresh_every=5
+        )
+        sync = hipress.attach(outer, "onebit", optimizer=optimizer, check_every=2)
+        found = {"momentum": [], "sent": [], "losses": []}
+        for step in range(8):
+            before = sync.engine.stats.sent_bytes
+            found["losses"].append(backward(outer, optimizer, rank, step))
+            held = {n for n, p in module.named_parameters() if p in optimizer._holds_momentum}
+            found["momentum"].append(sorted(held))
+            found["sent"].append(sync.engine.stats.sent_bytes - before)
+            optimizer.step()
+        return {"bits": bits(module), **found}
+
     kinds = ("not", "inside", "around")
     momentum = {f"{kind} momentum": run(kind, "momentum(ef(onebit))") for kind in kinds}
-    return {kind: run(kind) for kind in kinds} | momentum
+    return (
+        {kind: run(kind) for kind in kinds}
+        | momentum
+        | {f"{kind} adamw": adamw(kind) for kind in kinds}
+    )
 
 
 def disabled(rank, num_ranks):
