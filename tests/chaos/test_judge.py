@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import hipress
+from hipress.casync.graphs.schedules import SCHEDULES
 from hipress.codecs import frame
 from hipress.errors import FrameError
-from tests.chaos import report
+from tests.chaos import DOORS, report
 from tests.chaos.damage import damaged
 from tests.chaos.faults import (
     ENDED,
@@ -345,11 +346,15 @@ def test_everything_is_drawn_at_times():
     """Catches: a door, codec, strategy or fault that never comes."""
     draw = random.Random(1)
     configs = [draw_config(draw) for _ in range(400)]
-    assert {config.door for config in configs} == {"attach", "hook", "session", "allreduce"}
+    assert {config.door for config in configs} == set(DOORS)
     assert {config.strategy for config in configs} > {"ps", "ring", "hierarchical", "allreduce"}
     assert "auto" in {config.codec for config in configs}
     kinds = {type(draw_fault(draw, config, 4)) for config in configs}
     assert kinds == set(FAULTS)
+    own = [draw_config(draw, "optimizer") for _ in range(200)]
+    assert {config.door for config in own} == {"optimizer"}
+    assert {config.schedule for config in own} == {None, *SCHEDULES}
+    assert {config.strategy for config in own} == {None, "ps", "ring", "hierarchical"}
 
 
 def row(**more):
