@@ -3,7 +3,8 @@
     python -m tests.chaos --minutes 10               a new seed, which is printed
     python -m tests.chaos --seed 1234 --episode 7    one episode again
     python -m tests.chaos --door optimizer           jobs with this entry point alone
-    python -m tests.chaos --faults 1000 --record     also writes the table of docs/chaos.md
+    python -m tests.chaos --faults 1000 --record     also writes the table of docs/chaos.md; with
+                                                     --door, only the rows of that entry point
 
 Exit code 1: a rule was broken, or something was left behind. Needs Linux, and root or user
 namespaces.
@@ -96,7 +97,7 @@ def _play(options: argparse.Namespace, folder: Path) -> int:
     for problem in problems:
         print(problem)
     if options.record and rows:
-        report.record(rows)
+        report.record(rows, options.door)
     print(f"{len(rows)} faults, {len(findings)} findings")
     return 1 if findings or problems or not rows else 0
 

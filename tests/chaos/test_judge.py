@@ -371,6 +371,24 @@ def test_results_survive_the_file():
     assert report.from_csv(report.to_csv(rows)) == rows
 
 
+def test_results_of_one_door_leave_the_others(monkeypatch, tmp_path):
+    """Catches: a record that loses rows, or keeps those of an earlier run of the same door."""
+    before = [row(), row(place=1, door="optimizer"), row(seed=3)]
+    page, results = tmp_path / "chaos.md", tmp_path / "results.csv"
+    results.write_text(report.to_csv(before))
+    page.write_text(report.BEGIN + report.END)
+    monkeypatch.setattr(report, "RESULTS", results)
+    monkeypatch.setattr(report, "PAGE", page)
+    report.record([row(seed=2, door="optimizer")], "optimizer")
+    assert report.from_csv(results.read_text()) == [
+        row(), row(seed=2, door="optimizer"), row(seed=3)
+    ]  # fmt: skip
+    assert "3 faults in 3 episodes; seeds 1, 2, 3." in page.read_text()
+    report.record([row(seed=4)])
+    assert report.from_csv(results.read_text()) == [row(seed=4)]
+    assert "1 faults in 1 episodes; seed 4." in page.read_text()
+
+
 def test_the_table_counts():
     """Catches: faults or findings that are missing from the table."""
     lines = report.table([row(), row(outcome="finding", seconds=9), row(fault="delay")])
