@@ -277,6 +277,9 @@ class Optimizer(Door):
     def __init__(self, job):
         super().__init__(job)
         self.model = self.module(job["width"])
+        with torch.no_grad():
+            for parameter in self.model.parameters():  # those of rank 0 are sent to all ranks
+                parameter.add_(job["rank"])
         if job["optimizer"] == "AdamW":
             inner = hipress.torch.AdamW(self.model.parameters(), lr=LEARNING_RATE / 10)
         else:
