@@ -58,9 +58,10 @@ test-all: $(STAMP)  ## what `make test` leaves out: the other cells of grids, lo
 # test-all` plays the same 300 faults every time, `make chaos` new ones.
 MINUTES ?= 10
 CHAOS = $(BIN)/python -m tests.chaos --minutes $(MINUTES) \
-	$(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) $(if $(RECORD),--record)
+	$(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) $(if $(DOOR),--door $(DOOR)) \
+	$(if $(RECORD),--record)
 
-chaos: $(STAMP)  ## random faults on small jobs: MINUTES=120 SEED=1234 FAULTS=1000 RECORD=1
+chaos: $(STAMP)  ## random faults on small jobs: MINUTES=120 SEED=1234 DOOR=optimizer RECORD=1
 	$(CHAOS)
 
 mutants: $(STAMP)  ## put known defects back one by one: `make test` must catch each

@@ -11,11 +11,13 @@ import torch
 from hipress.casync.engine.engine import Options
 from hipress.casync.engine.executors import NUM_USES
 from hipress.casync.engine.loopback import Hub, Loopback
+from hipress.casync.engine.transport import LinkError
 from hipress.casync.graphs import schedules
-from hipress.casync.graphs.schedules import SCHEDULES
+from hipress.casync.graphs.schedules import SCHEDULES, Order
 from hipress.casync.graphs.shape import TAG_BITS
+from hipress.errors import PeerError
 from tests.casync import harness
-from tests.casync.harness import gradient, mean_of, run
+from tests.casync.harness import end_quickly, gradient, mean_of, outcomes, run
 from tests.grid import full
 
 SLICE_BYTES = 2**14
@@ -158,3 +160,32 @@ def delayed(recorder, num_runs):
 def test_no_delay_changes_a_mean(recorder, num_runs):
     """Catches: ranks whose credit is used up by different gradients and wait for each other."""
     delayed(recorder, num_runs)
+
+
+class Broken(Loopback):
+    """The first message of rank 1 finds that its connection is closed."""
+
+    def send(self, data, to, tag):
+        if self.rank == 1:
+            raise LinkError("Connection closed by peer")
+        return super().send(data, to, tag)
+
+
+@pytest.mark.parametrize("order", [None, Order(0, 0)])
+def test_a_link_that_breaks_in_the_thread_of_the_caller_is_a_lost_peer(order, monkeypatch):
+    """Catches: an error of torch that names no rank, in the rank that starts a message when
+    another one has failed; an exchange that never ends."""
+    monkeypatch.setattr(harness, "Loopback", Broken)
+    end_quickly(monkeypatch)
+
+    def work(engine, rank):
+        handles = start(engine, [gradient(numel, rank) for numel in NUMELS[:1]], [order])
+        for handle in handles:
+            with pytest.raises(PeerError):
+                handle.wait()
+        with pytest.raises(PeerError, match="since an earlier error"):
+            start(engine, [gradient(NUMELS[0], rank)], [order], step=1)
+        return True
+
+    options = Options(slice_bytes=SLICE_BYTES, credit_bytes=SLICE_BYTES)
+    assert outcomes(2, work, options=options, timeout_s=5.0) == [True, True]

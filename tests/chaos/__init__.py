@@ -7,3 +7,6 @@
 afterwards, `seen.py` is what the ranks have told, `run.py` draws episodes from a seed and plays
 them, and `report.py` writes the table of docs/chaos.md.
 """
+
+DOORS = {"attach": 2, "hook": 1, "session": 1, "allreduce": 1, "optimizer": 2}
+"""The entry points, and how often each is drawn; `job.py` has them as code."""

@@ -2,7 +2,9 @@
 
     python -m tests.chaos --minutes 10               a new seed, which is printed
     python -m tests.chaos --seed 1234 --episode 7    one episode again
-    python -m tests.chaos --faults 1000 --record     also writes the table of docs/chaos.md
+    python -m tests.chaos --door optimizer           jobs with this entry point alone
+    python -m tests.chaos --faults 1000 --record     also writes the table of docs/chaos.md; with
+                                                     --door, only the rows of that entry point
 
 Exit code 1: a rule was broken, or something was left behind. Needs Linux, and root or user
 namespaces.
@@ -22,7 +24,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.chaos import disk
+from tests.chaos import DOORS, disk
 
 
 def main() -> int:
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=10**9, help="no episode begins after so many")
     parser.add_argument("--seed", type=int, help="of all random numbers; drawn if not given")
     parser.add_argument("--episode", type=int, help="plays only this one")
+    parser.add_argument("--door", choices=DOORS, help="the entry point of all jobs")
     parser.add_argument("--labs", type=int, default=2, help="episodes at a time")
     parser.add_argument("--record", action="store_true", help="write results.csv and the docs")
     options = parser.parse_args()
@@ -69,7 +72,10 @@ def _play(options: argparse.Namespace, folder: Path) -> int:
         return time.monotonic() > deadline or len(rows) >= options.faults
 
     episodes = itertools.count() if options.episode is None else iter([options.episode])
-    players = [run.Player(folder, seed, episodes, is_enough, on_row) for _ in range(options.labs)]
+    players = [
+        run.Player(folder, seed, episodes, is_enough, on_row, options.door)
+        for _ in range(options.labs)
+    ]
     for player in players:
         player.start()
     try:
@@ -86,11 +92,12 @@ def _play(options: argparse.Namespace, folder: Path) -> int:
     findings = [row for row in rows if row.outcome == FINDING]
     for row in findings:
         again = f"python -m tests.chaos --seed {row.seed} --episode {row.episode}"
+        again += f" --door {options.door}" * bool(options.door)
         print(f"{row}\n    again: {again}")
     for problem in problems:
         print(problem)
     if options.record and rows:
-        report.record(rows)
+        report.record(rows, options.door)
     print(f"{len(rows)} faults, {len(findings)} findings")
     return 1 if findings or problems or not rows else 0
 

@@ -174,6 +174,15 @@ class Door:
     def parameters(self):
         return {"first": self.first, "second": self.second, "bias": self.bias}
 
+    def module(self, width):
+        """Returns the model for autograd."""
+        module = nn.Sequential(nn.Linear(INPUTS, width, False), nn.Linear(width, OUTPUTS))
+        with torch.no_grad():
+            module[0].weight.copy_(self.first.T)
+            module[1].weight.copy_(self.second.T)
+            module[1].bias.zero_()
+        return module
+
     def gradients(self, x):
         """Of the mean squared difference to 1, by hand."""
         hidden = x @ self.first
@@ -208,12 +217,7 @@ class Attach(Door):
 
     def __init__(self, job):
         super().__init__(job)
-        module = nn.Sequential(nn.Linear(INPUTS, job["width"], False), nn.Linear(job["width"], 40))
-        with torch.no_grad():
-            module[0].weight.copy_(self.first.T)
-            module[1].weight.copy_(self.second.T)
-            module[1].bias.zero_()
-        self.model = DDP(module, bucket_cap_mb=0.02)
+        self.model = DDP(self.module(job["width"]), bucket_cap_mb=0.02)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         codec = None if job["codec"] == "auto" else job["codec"]
         if job["door"] == "attach":
@@ -267,7 +271,58 @@ class Allreduce(Door):
         self.apply(means)
 
 
-DOORS = {"attach": Attach, "hook": Attach, "session": Loop, "allreduce": Allreduce}
+class Optimizer(Door):
+    """`hipress.torch.DistributedOptimizer`, without DDP."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        self.model = self.module(job["width"])
+        with torch.no_grad():
+            for parameter in self.model.parameters():  # those of rank 0 are sent to all ranks
+                parameter.add_(job["rank"])
+        if job["optimizer"] == "AdamW":
+            inner = hipress.torch.AdamW(self.model.parameters(), lr=LEARNING_RATE / 10)
+        else:
+            inner = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        sizes = {}
+        if job["schedule"] is not None:
+            sizes = {
+                "schedule": job["schedule"],
+                "slice_bytes": job["slice_bytes"],
+                "credit_bytes": job["num_credits"] * job["slice_bytes"],
+            }
+        self.optimizer = hipress.torch.DistributedOptimizer(
+            inner, self.model.named_parameters(), job["codec"], job["strategy"], **sizes,
+            min_size=0, check_every=job["check_every"],
+        )  # fmt: skip
+        self.session = self.optimizer.sync
+        self.clips = job["clips"]
+
+    def parameters(self):
+        return dict(self.model.named_parameters())
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        (self.model(x) - 1).pow(2).mean().backward()
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def state(self):
+        return {**super().state(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state):
+        super().load(state)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+DOORS = {
+    "attach": Attach,
+    "hook": Attach,
+    "session": Loop,
+    "allreduce": Allreduce,
+    "optimizer": Optimizer,
+}
 
 
 def train(job):

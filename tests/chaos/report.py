@@ -104,15 +104,18 @@ def page_with(page: str, rows: Iterable[Row]) -> str:
     if page.count(BEGIN) != 1:
         raise ValueError(f"{PAGE.name} must have the line {BEGIN.strip()!r} exactly once.")
     listed = list(rows)
-    seeds = ", ".join(map(str, sorted({row.seed for row in listed})))
+    numbers = sorted({row.seed for row in listed})
+    seeds = f"seed{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
     jobs = len({(row.seed, row.episode) for row in listed})
-    about = f"{len(listed)} faults in {jobs} episodes; seed {seeds}.\n"
+    about = f"{len(listed)} faults in {jobs} episodes; {seeds}.\n"
     body = f"{BEGIN}\n{about}\n{table(listed)}\n"
     return re.sub(re.escape(BEGIN) + f".*?(?={END})", lambda _: body, page, flags=re.DOTALL)
 
 
-def record(rows: Iterable[Row]) -> None:
-    """Writes the results and the table of the page."""
-    listed = sorted(rows, key=lambda row: (row.seed, row.episode, row.place))
+def record(rows: Iterable[Row], door: str | None = None) -> None:
+    """Writes the results and the table of the page; those of one door replace only its own."""
+    known = from_csv(RESULTS.read_text("utf-8")) if door else []
+    listed = [row for row in known if row.door != door] + list(rows)
+    listed.sort(key=lambda row: (row.seed, row.episode, row.place))
     RESULTS.write_text(to_csv(listed), "utf-8")
     PAGE.write_text(page_with(PAGE.read_text("utf-8"), listed), "utf-8")

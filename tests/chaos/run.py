@@ -17,13 +17,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hipress.casync.graphs.schedules import SCHEDULES
 from hipress.lab import Lab
+from hipress.torch.distributed_optimizer import LEAST_SLICE_BYTES
 from hipress.train import checkpoints
-from tests.chaos import disk
+from tests.chaos import DOORS, disk
 from tests.chaos.faults import (
     FAULTS,
     FINDING,
@@ -69,26 +71,49 @@ class Config:
     codec: str
     strategy: str | None
     width: int
-    """Of the model's hidden layer."""
+    """Of the model's hidden layer; the widest is cut into slices by a schedule."""
     check_every: int
     """Steps between two replica checks; 0: none."""
     together: bool
     """Whether tensors are in flight together (`hipress.allreduce` alone)."""
     thorough: bool
     """Whether processes take Python down when they end, as users' do."""
+    schedule: str | None = None
+    """`schedule` of `DistributedOptimizer`, as is what follows; None leaves it to `auto`."""
+    slice_bytes: int | None = None
+    num_credits: int = 4
+    """Slices that may be on their way out of a rank at once."""
+    optimizer: str = "SGD"
+    clips: bool = False
+    """Whether gradients are clipped, which waits for all means before the step."""
 
 
-def draw_config(draw: random.Random) -> Config:
-    """Draws the configuration of an episode."""
-    door = draw.choice(["attach", "attach", "hook", "session", "allreduce"])
+def draw_config(draw: random.Random, door: str | None = None) -> Config:
+    """Draws the configuration of an episode, with any door or with this one."""
+    (drawn,) = draw.choices(list(DOORS), list(DOORS.values()))
+    door = door or drawn
     codec = draw.choice(CODECS)
-    strategy: str | None = draw.choice(STRATEGIES)
-    width = draw.choice([160, 160, 1024])
-    check_every = draw.choice([0, 6]) if door == "attach" else 0
+    strategies = [one for one in STRATEGIES if (door, one) != ("optimizer", "allreduce")]
+    strategy: str | None = draw.choice(strategies)
+    width = draw.choice([160, 1024, 2560] if door == "optimizer" else [160, 160, 1024])
+    check_every = draw.choice([0, 6]) if door in ("attach", "optimizer") else 0
     together, thorough = draw.random() < 0.5, draw.random() < 0.25
-    if door in ("attach", "session") and draw.random() < 0.15:
+    if door in ("attach", "session", "optimizer") and draw.random() < 0.15:
         codec, strategy = "auto", None
-    return Config(door, codec, strategy, width, check_every, together, thorough)
+    config = Config(door, codec, strategy, width, check_every, together, thorough)
+    if door != "optimizer":
+        return config
+    config = replace(
+        config, optimizer=draw.choice(["SGD", "SGD", "AdamW"]), clips=draw.random() < 0.2
+    )
+    if codec == "auto":
+        return config
+    return replace(
+        config,
+        schedule=draw.choice(SCHEDULES),
+        slice_bytes=draw.choice([LEAST_SLICE_BYTES, 4 * LEAST_SLICE_BYTES]),
+        num_credits=draw.choice([1, 2, 4]),
+    )
 
 
 def draw_fault(draw: random.Random, config: Config, num_ranks: int) -> Fault:
@@ -96,6 +121,8 @@ def draw_fault(draw: random.Random, config: Config, num_ranks: int) -> Fault:
     kinds = dict(FAULTS)
     no_messages = (config.codec, config.strategy) == ("none", "allreduce")
     no_frames = config.strategy == "hierarchical" and num_ranks == 2
+    if (config.door, config.codec, config.strategy) == ("optimizer", "none", "ps"):
+        no_frames = True  # slices go as they are
     for kind in FAULTS:
         if issubclass(kind, BadMessage) and (config.codec == "auto" or no_messages):
             del kinds[kind]
@@ -280,14 +307,15 @@ class Episode:
         cluster: Where it is played.
         seed: Of the run.
         number: Of the episode.
+        door: The entry point; drawn if None.
     """
 
-    def __init__(self, cluster: Cluster, seed: int, number: int) -> None:
+    def __init__(self, cluster: Cluster, seed: int, number: int, door: str | None = None) -> None:
         self._cluster = cluster
         self._seed = seed
         self._number = number
         draw = self._random("config")
-        self.config = draw_config(draw)
+        self.config = draw_config(draw, door)
         self._num_faults = draw.randint(4, 8)
         self._folder = cluster.disk / f"episode{number}"
         self._saved: tuple[int, str] | None = None
@@ -410,6 +438,7 @@ class Player(threading.Thread):
         episodes: Numbers of episodes, shared with other players.
         is_enough: Returns whether no other episode is to be played.
         on_row: Called with each row.
+        door: The entry point of all episodes; drawn if None.
     """
 
     def __init__(
@@ -419,8 +448,10 @@ class Player(threading.Thread):
         episodes: Iterator[int],
         is_enough: Callable[[], bool],
         on_row: Callable[[Row], None],
+        door: str | None = None,
     ) -> None:
         super().__init__(daemon=True)
+        self._door = door
         self._folder, self._seed, self._episodes = folder, seed, episodes
         self._is_enough, self._on_row = is_enough, on_row
         self.problems: list[str] = []
@@ -456,7 +487,7 @@ class Player(threading.Thread):
 
     def _play(self, cluster: Cluster, episodes: Iterable[int]) -> None:
         for episode in itertools.islice(episodes, EPISODES):
-            for row in Episode(cluster, self._seed, episode).play():
+            for row in Episode(cluster, self._seed, episode, self._door).play():
                 if row.outcome != MISSED:
                     self._on_row(row)
             if self._is_enough():

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import hipress
+from hipress.casync.graphs.schedules import SCHEDULES
 from hipress.codecs import frame
 from hipress.errors import FrameError
-from tests.chaos import report
+from tests.chaos import DOORS, report
 from tests.chaos.damage import damaged
 from tests.chaos.faults import (
     ENDED,
@@ -345,11 +346,15 @@ def test_everything_is_drawn_at_times():
     """Catches: a door, codec, strategy or fault that never comes."""
     draw = random.Random(1)
     configs = [draw_config(draw) for _ in range(400)]
-    assert {config.door for config in configs} == {"attach", "hook", "session", "allreduce"}
+    assert {config.door for config in configs} == set(DOORS)
     assert {config.strategy for config in configs} > {"ps", "ring", "hierarchical", "allreduce"}
     assert "auto" in {config.codec for config in configs}
     kinds = {type(draw_fault(draw, config, 4)) for config in configs}
     assert kinds == set(FAULTS)
+    own = [draw_config(draw, "optimizer") for _ in range(200)]
+    assert {config.door for config in own} == {"optimizer"}
+    assert {config.schedule for config in own} == {None, *SCHEDULES}
+    assert {config.strategy for config in own} == {None, "ps", "ring", "hierarchical"}
 
 
 def row(**more):
@@ -364,6 +369,24 @@ def test_results_survive_the_file():
     """Catches: a table that is made from other values than those measured."""
     rows = [row(), row(place=1, fault="delay", outcome=WENT_ON), row(problem='"a", b')]
     assert report.from_csv(report.to_csv(rows)) == rows
+
+
+def test_results_of_one_door_leave_the_others(monkeypatch, tmp_path):
+    """Catches: a record that loses rows, or keeps those of an earlier run of the same door."""
+    before = [row(), row(place=1, door="optimizer"), row(seed=3)]
+    page, results = tmp_path / "chaos.md", tmp_path / "results.csv"
+    results.write_text(report.to_csv(before))
+    page.write_text(report.BEGIN + report.END)
+    monkeypatch.setattr(report, "RESULTS", results)
+    monkeypatch.setattr(report, "PAGE", page)
+    report.record([row(seed=2, door="optimizer")], "optimizer")
+    assert report.from_csv(results.read_text()) == [
+        row(), row(seed=2, door="optimizer"), row(seed=3)
+    ]  # fmt: skip
+    assert "3 faults in 3 episodes; seeds 1, 2, 3." in page.read_text()
+    report.record([row(seed=4)])
+    assert report.from_csv(results.read_text()) == [row(seed=4)]
+    assert "1 faults in 1 episodes; seed 4." in page.read_text()
 
 
 def test_the_table_counts():

@@ -1,12 +1,15 @@
 """Puts known defects back one by one and shows that `make test` catches each: `make mutants`.
 
-    python -m tests.mutants                 all defects; writes tests/mutants/results.csv
-    python -m tests.mutants -k residual     those whose name contains a text; writes nothing
+    python -m tests.mutants                 all defects
+    python -m tests.mutants -k residual     those whose name contains a text
+    python -m tests.mutants --missing       those that have no row in the table yet
 
 Each defect is applied to a copy of the source. The tests that should notice it run with the markers
 of `make test`; a defect is caught if one of them fails. A text that has moved, a test that does not
 exist and a copy that cannot be imported do not count as caught. The tests pass on the untouched
-copy, which is checked first. Exit code 1: a defect was not caught, or could not be applied.
+copy, which is checked first. The rows of the defects that were played replace theirs in
+tests/mutants/results.csv; other rows stay, and rows of defects that no longer exist go. Exit code
+1: a defect was not caught, or could not be applied.
 """
 
 from __future__ import annotations
@@ -35,10 +38,16 @@ def main() -> int:
     """Runs the defects and prints one line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-k", default="", help="only defects whose name contains this text")
+    parser.add_argument("--missing", action="store_true", help="only defects without a row")
     parser.add_argument("-n", type=int, default=os.cpu_count() or 1, help="defects at a time")
     parser.add_argument("--no-baseline", action="store_true", help="skip the untouched source")
     options = parser.parse_args()
-    chosen = [defect for defect in DEFECTS if options.k in defect.name]
+    known = from_csv(TABLE.read_text("utf-8"))
+    chosen = [
+        defect
+        for defect in DEFECTS
+        if options.k in defect.name and not (options.missing and key(defect) in known)
+    ]
     if not options.no_baseline:
         tests = sorted({test for defect in chosen for test in defect.tests})
         with ThreadPoolExecutor(options.n) as pool:
@@ -49,8 +58,8 @@ def main() -> int:
             return 1
     with ThreadPoolExecutor(options.n) as pool:
         found = list(pool.map(tried, chosen))
-    if not options.k:
-        TABLE.write_text(table(zip(chosen, found, strict=True)), "utf-8")
+    known |= {key(defect): by for defect, by in zip(chosen, found, strict=True)}
+    TABLE.write_text(table((d, known[key(d)]) for d in DEFECTS if key(d) in known), "utf-8")
     missed = [d.name for d, by in zip(chosen, found, strict=True) if not by.startswith("caught")]
     print(f"{len(chosen) - len(missed)} of {len(chosen)} defects caught")
     return 1 if missed else 0
@@ -104,6 +113,18 @@ def run(defect: Defect | None, tests: Iterable[str]) -> str | None:
     if done.returncode > 1 or not failed:
         raise ValueError((failed or lines or done.stderr.splitlines() or ["no output"])[-1])
     return failed[0]
+
+
+def key(defect: Defect) -> tuple[str, str]:
+    """Returns what a row of the table is about: a defect that moves to another file is another."""
+    return defect.name, defect.path
+
+
+def from_csv(text: str) -> dict[tuple[str, str], str]:
+    """Returns the results of a text that `table` made."""
+    return {
+        (row["defect"], row["file"]): row["result"] for row in csv.DictReader(io.StringIO(text))
+    }
 
 
 def table(rows: Iterable[tuple[Defect, str]]) -> str:

@@ -1031,11 +1031,11 @@ DEFECTS: tuple[Defect, ...] = (
         (f"{OPTIM}::test_a_loss_scale_changes_no_bit",),
     ),
     Defect(
-        "after a skipped step a gradient is taken for momentum",
+        "the gradient of a refresh is taken for the momentum of the step before",
         "session/session.py",
         "        self._momentum.forget()\n        self.owed.forget_sent()\n",
         "        self.owed.forget_sent()\n",
-        (f"{OPTIM}::test_a_skipped_step_is_forgotten",),
+        (f"{OPTIMIZER}::test_momentum_is_exchanged_as_with_ddp",),
     ),
     Defect(
         "ranks of one host disagree on what a flush sends",

@@ -426,6 +426,7 @@ def test_the_last_step_is_made_at_exit(told, case):
     assert max(pending) > 0
     for rank in range(RANKS):
         assert told.find("left", id="ends", rank=rank) == [expected]
+        assert told.find("waiting", id="ends", rank=rank) == [0]
         assert told.find("exit", id="ends", rank=rank) == [0]
 
 

@@ -297,8 +297,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         session = self.sync
         told = session.engine.agree("the parameters", {}, replicas.digests(named))
         if any(other != told[0] for other in told):
-            for _, parameter in named:
-                dist.broadcast(parameter.detach(), group=session.process_group, group_src=0)
+            try:
+                for _, parameter in named:
+                    dist.broadcast(parameter.detach(), group=session.process_group, group_src=0)
+            except RuntimeError as error:
+                raise session.engine.explain(error) from error
 
 
 class _OptimizerAdapter(TorchAdapter):

@@ -1141,7 +1141,8 @@ def ends(rank, num_ranks, id):
     run = Run("own", rank, delays=0.03)
 
     def at_exit():  # torch's own handlers are registered later, and so run before
-        tell(id=id, rank=rank, left=run.bits(), pending=run.pending())
+        waiting = run.pending()  # before the bits, whose read would make the updates
+        tell(id=id, rank=rank, left=run.bits(), waiting=waiting)
 
     atexit.unregister(_finish_all)
     atexit.register(at_exit)

@@ -266,6 +266,15 @@ class Executor(BaseExecutor):
         """
         exchange.tag = self._key(exchange)
         self._add(exchange)
+        try:
+            self._begin(exchange, ready)
+        except Exception as error:
+            # A message that the caller's own thread starts finds a broken link, as one of any other
+            # thread would. It may even be a message of another exchange, for which a schedule had
+            # no credit before. So callers get the error where they wait.
+            self.fail(self.explain(error))
+
+    def _begin(self, exchange: Exchange, ready: torch.cuda.Event | None) -> None:
         # Receives first: what the others send can then flow while this rank still encodes.
         graph = exchange.recipe.graph
         tasks = graph.tasks
