@@ -134,9 +134,11 @@ def test_plans_are_played_besides():
 
 def test_schedules_are_simulated_with_every_choice(capsys):
     """Catches: a schedule that is not simulated, or in place of DDP."""
-    sizes = {"slice_bytes": 2**19, "credit_bytes": 2**21}
+    sizes = {"slice_bytes": 2**18, "credit_bytes": 2**20}
     decisions = {"g0": Decision(codec="onebit")}
     Plan(gradients=decisions, schedule="overlap", **sizes).save("mine.json")
+    # Without a forward pass it would not matter which means are first to come back.
+    profile(backward_s=0.05, forward_s=0.1, latency_s=1e-4).save("profile.json")
     argv = ["--codec", "onebit", "--strategy", "ps", "--plan", "mine.json"]
     without = rows(*argv)
     assert {row["schedule"] for row in without} == {None}
@@ -150,8 +152,8 @@ def test_schedules_are_simulated_with_every_choice(capsys):
     for before, after in zip(without, found[::3], strict=True):
         assert before["step_s"] == after["step_s"]
     assert len({row["step_s"] for row in found[-3:]}) == 3
-    assert {row["slice_bytes"] for row in found[1:-1] if row["schedule"]} == {2**20}
-    assert (found[-1]["slice_bytes"], found[-1]["credit_bytes"]) == (2**19, 2**21)
+    assert {row["slice_bytes"] for row in found[1:6] if row["schedule"]} == {2**19}
+    assert (found[-1]["slice_bytes"], found[-1]["credit_bytes"]) == (2**18, 2**20)
     said = capsys.readouterr().out
     assert "schedule" in said and "overlap" in said
 

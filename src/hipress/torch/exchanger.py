@@ -195,7 +195,7 @@ class Exchanger:
         self.root: Callable[[], nn.Module | None] = lambda: None
         """Returns the first module that was called."""
         names = {parameter: name for name, parameter in parameters.items()}
-        self._statistics = RunningStatistics(names, self._session.engine)
+        self._statistics = RunningStatistics(names, self._session)
         self._watch_parameters()
         self._watch_modules()
         self._watch_inner()
@@ -334,8 +334,8 @@ class Exchanger:
         self._is_open, self._num_started, self.has_local = True, 0, False
         self._num_steps += 1
         if self._num_steps == 1:
-            self._statistics.agree(self._session.process_group)
-        self._statistics.start(self._session.step)  # the forward pass has updated them
+            self._statistics.agree()
+        self._statistics.start()  # the forward pass has updated them
 
     def _watch_backward(self) -> None:
         """Once for each backward pass, asks to be called at its end."""

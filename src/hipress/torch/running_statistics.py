@@ -10,20 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hipress.casync.engine.engine import Engine
 from hipress.casync.graphs.schedules import Order
 from hipress.errors import UsageError
-from hipress.session import replicas
+from hipress.session import Session, replicas
 from hipress.torch.ddp import clean
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 ALWAYS = ("running_mean", "running_var")
 """Buffers with these names are exchanged also if the first forward pass does not change them."""
@@ -40,7 +36,8 @@ class _Place:
 
     @property
     def value(self) -> torch.Tensor | None:
-        return self.module._buffers.get(self.key)
+        found: torch.Tensor | None = getattr(self.module, self.key, None)
+        return found
 
     def told(self) -> tuple[int, bool, str]:
         """Returns the number of elements, whether a mean is to be taken, and a hash."""
@@ -58,12 +55,12 @@ class RunningStatistics:
 
     Args:
         names: The names of the model's parameters, which tell where a module belongs.
-        engine: What exchanges them.
+        session: The session that exchanges them.
     """
 
-    def __init__(self, names: Mapping[torch.Tensor, str], engine: Engine) -> None:
+    def __init__(self, names: Mapping[torch.Tensor, str], session: Session) -> None:
         self._names = names
-        self._engine = engine
+        self._session = session
         self._places: dict[str, _Place] = {}
         self._sizes: dict[str, int] = {}
         """Elements of each buffer that is exchanged, in one order on all ranks."""
@@ -73,8 +70,8 @@ class RunningStatistics:
         """Takes note of a module's buffers before its first forward pass."""
         prefix = self._prefix(module)
         for name, part in module.named_modules():
-            for key, value in part._buffers.items():
-                if value is not None and value.numel() and value.device == self._engine.device:
+            for key, value in part.named_buffers(recurse=False):
+                if value.numel() and value.device == self._session.engine.device:
                     full = prefix + clean(f"{name}.{key}" if name else key)
                     self._places.setdefault(full, _Place(part, key, value, value._version))
 
@@ -87,13 +84,13 @@ class RunningStatistics:
                 found[known.removesuffix(local)] += 1
         return found.most_common(1)[0][0] if found else ""
 
-    def agree(self, group: ProcessGroup | None) -> None:
+    def agree(self) -> None:
         """Agrees on what is exchanged, in the first step, and sends the rest of rank 0; collective.
 
         Buffers of modules that some rank has not called are left alone.
         """
         mine = {name: place.told() for name, place in self._places.items()}
-        told = self._engine.agree("buffers", {}, mine)
+        told = self._session.engine.agree("buffers", {}, mine)
         for name in sorted(set.intersection(*map(set, told))):
             each = [one[name] for one in told]
             if len({numel for numel, *_ in each}) > 1:
@@ -103,15 +100,15 @@ class RunningStatistics:
             elif len({digest for *_, digest in each}) > 1:
                 value = self._places[name].value
                 assert value is not None
-                dist.broadcast(value.detach(), group=group, group_src=0)
+                dist.broadcast(value.detach(), group=self._session.process_group, group_src=0)
 
-    def start(self, step: int) -> None:
+    def start(self) -> None:
         """Starts to exchange what the last forward pass has left."""
         if not self._sizes:
             return
         flats = torch.cat([self._value(name).float().reshape(-1) for name in self._sizes])
-        handle = self._engine.allreduce(
-            [flats], names=("(running statistics)",), step=step, order=Order(-1, -1)
+        handle = self._session.engine.allreduce(
+            [flats], names=("(running statistics)",), step=self._session.step, order=Order(-1, -1)
         )
         self._means = handle, flats
 
