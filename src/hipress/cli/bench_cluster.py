@@ -220,7 +220,7 @@ class TrainOptions:
         str,
         Option(help="sgd or adamw; with adamw, codecs such as onebit are given its momentum."),
     ] = "sgd"
-    schedule: Schedules = ""
+    schedule: Schedules = None
     slice: Annotated[str | None, Option(help="Bytes of a message of a schedule.")] = None
     credit: Annotated[str | None, Option(help="Bytes under way at once, of a schedule.")] = None
     emulate: Annotated[
@@ -234,7 +234,8 @@ class TrainOptions:
         from hipress.bench.train import AUTO, BASELINE, OPTIMIZERS, TrainBenchmark, check_hook
         from hipress.casync.graphs import schedules
 
-        for name in expressions(self.schedule):
+        names = expressions(self.schedule) if self.schedule else ()
+        for name in names:
             schedules.check(name)
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(
@@ -261,7 +262,7 @@ class TrainOptions:
                 strategies=strategies,
                 bucket_mb=self.bucket_mb,
                 optimizer=self.optimizer,
-                schedules=expressions(self.schedule),
+                schedules=names,
                 slice_bytes=None if self.slice is None else parse_size(self.slice),
                 credit_bytes=None if self.credit is None else parse_size(self.credit),
                 emulated=self.emulate,
@@ -377,7 +378,7 @@ def prediction(
     data: Data = None,
     codec: Codecs = "onebit,int8,dgc(ratio=0.001)",
     strategy: Strategies = "ps,ring",
-    schedule: Schedules = "",
+    schedule: Schedules = None,
     batch: Batch = None,
     repeats: Repeats = 5,
     steps: StepsPerRound = 2,

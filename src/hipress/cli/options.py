@@ -35,7 +35,7 @@ Batch = Annotated[
     int | None, Option(min=1, help="Examples per rank and step; the model's own if not given.")
 ]
 Schedules = Annotated[
-    str,
+    str | None,
     Option(
         help="Schedules of DistributedOptimizer to time with each codec: fifo, priority, "
         "overlap, separated by commas."
