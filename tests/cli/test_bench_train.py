@@ -98,8 +98,11 @@ def test_ranks_that_differ_are_told_and_exit_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one: dict[str, Any] = dict.fromkeys(
-        ("codec", "strategy", "note", "wire_bytes", "interface_bytes", "interface_deviation")
-    )
+        (
+            "codec", "strategy", "schedule", "slice_bytes", "credit_bytes", "note", "wire_bytes",
+            "interface_bytes", "interface_deviation",
+        )
+    )  # fmt: skip
     one |= {"samples_s": [1.0], "memory_bytes": 0, "skipped": {}, "loss": 2.0}
     one["ranks_agree"] = False
     found = {"variants": [one | {"variant": name} for name in ("compute", "ddp")]}
@@ -124,7 +127,7 @@ def test_a_rank_that_fails_is_one_line_and_exit_2(
     ("arguments", "says"),
     [
         (["--model", "vgg,gtp"], "model 'gtp' (did you mean 'gpt'?) is none of vgg, gpt"),
-        (["--hooks", "ddp,fp61"], "hook 'fp61' (did you mean 'fp16'?) is none of ddp, fp16"),
+        (["--hooks", "ddp,fp61"], "hook 'fp61' (did you mean 'fp16'?) is none of ddp, ddp-4mb"),
         (["--codec", "none,onebitt"], "onebitt"),
         (["--strategy", "ps,rign"], "strategy 'rign' (did you mean 'ring'?) is none of ps"),
         (["--rate", "1gb"], "rate '1gb' is not a number and a unit"),

@@ -234,9 +234,9 @@ class TrainOptions:
         from hipress.bench.train import AUTO, BASELINE, OPTIMIZERS, TrainBenchmark, check_hook
         from hipress.casync.graphs import schedules
 
-        names = expressions(self.schedule) if self.schedule else ()
-        for name in names:
-            schedules.check(name)
+        orders = expressions(self.schedule) if self.schedule else ()
+        for order in orders:
+            schedules.check(order)
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(
                 f"--optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}; choose one."
@@ -262,7 +262,7 @@ class TrainOptions:
                 strategies=strategies,
                 bucket_mb=self.bucket_mb,
                 optimizer=self.optimizer,
-                schedules=names,
+                schedules=orders,
                 slice_bytes=None if self.slice is None else parse_size(self.slice),
                 credit_bytes=None if self.credit is None else parse_size(self.credit),
                 emulated=self.emulate,
