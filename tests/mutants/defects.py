@@ -1082,7 +1082,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "the last step is lost at exit",
         "torch/exchanger.py",
-        "            exchanger.finish()\n        except Exception",
+        "            exchanger.finish(is_dropped=True)\n        except Exception",
         "            pass\n        except Exception",
         (f"{OPTIMIZER}::test_the_last_step_is_made_at_exit",),
     ),

@@ -67,10 +67,11 @@ ALONE = {
     "test_a_frozen_layer_stays": ["frozen"],
     "test_updates_are_outside_of_autocast": ["autocast"],
     "test_collectives_of_the_program_may_come_in_between": ["user_collectives"],
-    "test_running_statistics_are_averaged": ["norms", "parts"],
+    "test_running_statistics_are_averaged": ["norms", "parts", "micro_batches"],
     "test_two_models_do_not_meet": ["two_models"],
     "test_a_layer_that_no_rank_uses_stands_still": ["alternating"],
-    "test_a_batch_that_one_rank_leaves_out_ends_training": ["left_out"],
+    "test_a_batch_that_one_rank_leaves_out_ends_training": ["left_out", "left_out_and_saved"],
+    "test_residuals_of_unused_layers_are_kept": ["unused_residuals"],
     "test_buffers_are_alike_on_all_ranks": ["buffers"],
     "test_other_threads_may_read": ["watched"],
     "test_an_update_that_failed_is_made_later": ["interrupted"],
@@ -115,7 +116,7 @@ def told(request, tmp_path_factory):
     for num in selected(request, "test_no_delay_changes_anything", "num_runs"):
         cases[f"stress {num}"] = ["stress", {"seeds": list(range(num))}]
     tests = {getattr(item, "originalname", None) for item in request.session.items}
-    for test in tests & set(ALONE):
+    for test in sorted(tests & set(ALONE)):
         cases |= {name: [name, {}] for name in ALONE[test]}
     first = [{"id": "cases", "do": "play_cases", "ranks": RANKS, "cases": cases}]
     second, third = [], []
@@ -232,6 +233,7 @@ def test_running_statistics_are_averaged(case):
     assert max(one["gap"] for one in found) < 1e-6
     assert {tuple(one["wide"]) for one in found} == {(0.0, 0.0)}
     assert len(set(map(tuple, case("parts")))) == 1
+    assert max(case("micro_batches")) < 1e-6
 
 
 def test_a_layer_that_no_rank_uses_stands_still(case):
@@ -248,6 +250,12 @@ def test_a_batch_that_one_rank_leaves_out_ends_training(case):
     for kind, text in case("left_out"):
         assert kind == "PeerError"
         assert "backward ended with an error on rank 0 in step 2" in text
+    assert {kind for kind, _ in case("left_out_and_saved")} == {"PeerError"}
+
+
+def test_residuals_of_unused_layers_are_kept(case):
+    """Catches: what codecs have sent for a layer that no rank used, and no update was made with."""
+    check_like(case("unused_residuals"))
 
 
 def test_buffers_are_alike_on_all_ranks(case):
@@ -261,12 +269,16 @@ def test_buffers_are_alike_on_all_ranks(case):
 
 def test_other_threads_may_read(case):
     """Catches: an update that two threads make."""
-    check_like(case("watched"), "barrier")
+    found = case("watched")
+    check_like(found, "barrier")
+    assert all(one["own"]["extra"] == [] for one in found)
 
 
 def test_an_update_that_failed_is_made_later(case):
     """Catches: parameters that are read as if they had been updated."""
-    check_like(case("interrupted"), "barrier")
+    found = case("interrupted")
+    check_like(found, "barrier")
+    assert all(one["own"]["extra"] for one in found)
 
 
 def test_the_state_of_the_wrapped_optimizer_is_complete(case):

@@ -170,7 +170,7 @@ class Planner:
             bucket: The gradients.
             buffer: Their elements on this rank, before they are averaged.
         """
-        if self._budget.bound is None or self._errors:
+        if self._budget.bound is None:
             return
         if not self._ranks:
             usable = [
@@ -183,6 +183,8 @@ class Planner:
             self._ranks = {gradient.name: k % num_ranks for k, gradient in enumerate(usable)}
         for group in bucket.groups:
             for name, (start, stop) in zip(group.names, group.spans, strict=True):
+                if name in self._errors:
+                    continue
                 if self._ranks.get(name) == session.engine.transport.rank:
                     self._kept[name] = buffer[start:stop].clone()
 
@@ -196,13 +198,14 @@ class Planner:
     def measure(self, session: Session) -> Profile | None:
         """Measures what everything costs; all ranks call it, between two steps.
 
-        Codecs and the model are measured once, links every time, and errors until there are any,
-        if the budget is a bound on them. Only rank 0 knows the model.
+        Codecs and the model are measured once, links every time, and the errors of each gradient
+        until there are any, if the budget is a bound on them. Only rank 0 knows the model.
         """
         engine = session.engine
         self._search_s = min(SEARCH_S, engine.timeout_s / 4)  # the other ranks wait for the search
-        if self._budget.bound is not None and not self._errors:
-            self._errors = self._measured_errors(session)
+        is_complete = bool(self._ranks) and self._ranks.keys() <= self._errors.keys()
+        if self._budget.bound is not None and not is_complete:
+            self._errors |= self._measured_errors(session)
         if self._machine is None:
             self._machine = links.machine(engine)
             self._model = self._model_of(session)

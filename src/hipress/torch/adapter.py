@@ -453,7 +453,7 @@ def _watch_steps() -> None:
     They stay: torch goes through its hooks while it calls them, and an adapter may be dropped then.
     """
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -462,7 +462,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             adapter.before_step(optimizer)
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Tells all adapters that an optimizer has made a step."""
     if not torch.compiler.is_compiling():
         for adapter in list(_adapters):
             adapter.after_step(optimizer)

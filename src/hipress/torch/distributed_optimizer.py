@@ -222,7 +222,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits for all means, and for the updates that `step` has asked for."""
         if self._exchanger is not None:
-            self._exchanger.finish()
+            self._exchanger.finish(is_dropped=True)
+
+    def _finish_updates(self) -> None:
+        if self._exchanger is not None:
+            self._exchanger.finish_updates()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -241,12 +245,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         `sync.state_dict()` has the state of codecs.
         """
-        self.synchronize()
+        self._finish_updates()
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of the wrapped optimizer."""
-        self.synchronize()
+        self._finish_updates()
         self._inner.load_state_dict(state_dict)
 
     @property
@@ -270,7 +274,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The state of the wrapped optimizer, after all updates."""
-        self.synchronize()
+        self._finish_updates()
         return self._inner.state
 
     @property
@@ -331,6 +335,11 @@ class _OptimizerAdapter(TorchAdapter):
         """Gives the exchanger other units."""
         if (exchanger := self.exchanger()) is not None:
             exchanger.arrange(units, schedule)
+
+    def was_dropped(self, name: str, sent: torch.Tensor) -> bool:
+        """Returns whether a mean was not used, because no rank has used the parameter."""
+        exchanger = self.exchanger()
+        return exchanger is not None and self._parameters[name] in exchanger.last_unused
 
     def finish_step(self) -> None:
         """Makes the updates of a step that has yet to end."""

@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from hipress.casync.graphs import schedules
 from hipress.casync.graphs.schedules import Order
 from hipress.errors import PeerError, UsageError
+from hipress.torch.adapter import after_step
 from hipress.torch.optim import Adam, AdamW, flat
 from hipress.torch.pending import (
     PendingGradient,
@@ -184,6 +185,11 @@ class Exchanger:
         each rank whether its backward pass has failed."""
         self._unused: set[torch.Tensor] | None = None
         """Parameters that no rank has used in this step; None before that is known."""
+        self.last_unused: set[torch.Tensor] = set()
+        """Those of the step that has ended last."""
+        self._is_updating = False
+        self._forward_thread = 0
+        """The thread that has run the last forward pass."""
         self._said: set[str] = set()
         self._why_whole = why_whole(self._inner)
         """Why all parameters are updated at once; empty if they are not."""
@@ -270,7 +276,7 @@ class Exchanger:
 
         def finish(*_: Any) -> None:
             if (found := own()) is not None:
-                found.finish()
+                found.finish_updates()
 
         self._handles += [
             self._inner.register_state_dict_pre_hook(finish),
@@ -357,7 +363,9 @@ class Exchanger:
         """Starts what is left, so that all ranks do it at the same place of their program."""
         if not self._is_open:
             return
-        if _is_nested_backward():  # as with reentrant checkpoints: more may follow
+        if _is_nested_backward(
+            self._forward_thread
+        ):  # as with reentrant checkpoints: more may follow
             self._take_rest()
             return
         self._in_backward = False
@@ -596,6 +604,16 @@ class Exchanger:
         if type(parameter) is PendingParameter:
             unmark_parameter(parameter)
 
+    def begin_module(self, module: nn.Module) -> None:
+        """Returns when the parameters of a module have been updated."""
+        self._forward_thread = threading.get_ident()
+        if self._is_updating:  # by another thread, which has read a parameter
+            with self._lock:
+                pass
+        for parameter in module._parameters.values():
+            if type(parameter) is PendingParameter:
+                self.need_parameter(parameter)
+
     @_locked
     def need_gradients(self) -> None:
         """Returns when all means are in `.grad`."""
@@ -608,6 +626,12 @@ class Exchanger:
         if self._is_open and not self._has_stepped:
             self._say("gradients are read between backward and step, as clipping and GradScaler do")
         self.finish()
+
+    @_locked
+    def finish_updates(self) -> None:
+        """Makes the updates that `step` has asked for; gradients without a step stay under way."""
+        if self._has_stepped:
+            self.finish()
 
     @_locked
     def finish(self, *, is_dropped: bool = False) -> None:
@@ -690,16 +714,22 @@ class Exchanger:
             if parameter in unused and isinstance(parameter.grad, PendingGradient):
                 parameter.grad = None
         used = {p: gradient for p, gradient in given.items() if p not in unused}
+        versions = {p: p._version for p in used}
+        self._is_updating = True
         try:
             if used:
                 with _apart(units[0].device):
                     self._step_some(used, taken[0][0].options)
-        except BaseException:  # such as KeyboardInterrupt: the next read makes these updates
+        except BaseException:  # such as KeyboardInterrupt: the next read makes what is left
+            left = {p for p in given if p in unused or p._version == versions[p]}
             for unit, updates in taken:
-                unit.updates = updates
+                unit.updates = {p: gradient for p, gradient in updates.items() if p in left}
             for waiting in pending:
-                mark_parameter(waiting, self)
+                if waiting in left:
+                    mark_parameter(waiting, self)
             raise
+        finally:
+            self._is_updating = False
         for unit in units:
             unit.clear()
         if self._has_stepped and not any(unit.is_under_way for unit in self._sequence):
@@ -727,6 +757,7 @@ class Exchanger:
         for unit in self._sequence:
             unit.clear()
         self._is_open = self._has_stepped = self._in_backward = False
+        self.last_unused = self._unused or set()
         self._facts = self._unused = None
         self._session.end_step()
 
@@ -756,9 +787,7 @@ class _Need:
     def __call__(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or self._own is None or (found := self._own()) is None:
             return
-        for parameter in module._parameters.values():
-            if type(parameter) is PendingParameter:
-                found.need_parameter(parameter)
+        found.begin_module(module)
 
     def __reduce__(self) -> Any:
         return _Need, ()
@@ -769,7 +798,7 @@ def _finish_all() -> None:
     """Makes the updates of the last step, in which other ranks need this one."""
     for exchanger in list(_exchangers):
         try:
-            exchanger.finish()
+            exchanger.finish(is_dropped=True)
         except Exception as error:  # it was raised before, or the other ranks have failed
             _log.warning("the last step was not finished: %s", error)
 
@@ -797,10 +826,11 @@ def _remove(handles: list[RemovableHandle]) -> None:
         handles.pop().remove()
 
 
-def _is_nested_backward() -> bool:
+def _is_nested_backward(forward_thread: int) -> bool:
     """Returns whether a backward pass that has just ended runs inside another one."""
     # A thread of autograd's own is inside a pass of another thread.
-    depth = int(isinstance(threading.current_thread(), threading._DummyThread))
+    is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
+    depth = int(is_foreign and threading.get_ident() != forward_thread)
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         depth += frame.f_code is _RUN_BACKWARD
@@ -825,7 +855,8 @@ def why_whole(optimizer: torch.optim.Optimizer) -> str:
 
 def _why_whole_now(optimizer: torch.optim.Optimizer) -> str:
     """Returns why this step must update all parameters at once; empty if it need not."""
-    if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+    of_all = [hook for hook in _global_optimizer_post_hooks.values() if hook is not after_step]
+    if optimizer._optimizer_step_post_hooks or of_all:
         return "hooks run after the optimizer's steps"
     own = vars(optimizer).get("step")
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):

@@ -48,8 +48,6 @@ class Owner(Protocol):
 class PendingParameter(nn.Parameter):
     """A parameter that has yet to be updated."""
 
-    _hipress_owner: Owner
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -60,15 +58,15 @@ class PendingParameter(nn.Parameter):
                 return func(*args, **kwargs)
         for value in _tensors((*args, *kwargs.values())):
             if isinstance(value, PendingParameter):
-                value._hipress_owner.need_parameter(value)
+                _wait_for(value)
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._hipress_owner.need_parameter(self)
+        _wait_for(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._hipress_owner.need_parameter(self)
+        _wait_for(self)
         return self.__reduce_ex__(protocol)
 
 
@@ -90,18 +88,24 @@ class PendingGradient(torch.Tensor):
             return func(*args, **kwargs)
 
 
+def _wait_for(parameter: PendingParameter) -> None:
+    owner: Owner | None = vars(parameter).get("_hipress_owner")
+    if owner is not None:  # else another thread has updated it just now
+        owner.need_parameter(parameter)
+
+
 def mark_parameter(parameter: torch.Tensor, owner: Owner) -> None:
     """Makes the first read of a parameter wait until `unmark_parameter`."""
+    # In this order, as other threads may read it meanwhile.
+    vars(parameter)["_hipress_owner"] = owner
     parameter.__class__ = PendingParameter
-    assert isinstance(parameter, PendingParameter)
-    parameter._hipress_owner = owner
 
 
 def unmark_parameter(parameter: torch.Tensor) -> None:
     """Gives a parameter its own class again."""
     assert isinstance(parameter, PendingParameter)
-    del parameter._hipress_owner
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    vars(parameter).pop("_hipress_owner", None)
 
 
 def pending_gradient(values: torch.Tensor, owner: Owner) -> torch.Tensor:

@@ -65,6 +65,7 @@ class RunningStatistics:
         self._sizes: dict[str, int] = {}
         """Elements of each buffer that is exchanged, in one order on all ranks."""
         self._means: tuple[Any, torch.Tensor] | None = None
+        self._sent = torch.empty(0)
 
     def note(self, module: nn.Module) -> None:
         """Takes note of a module's buffers before its first forward pass."""
@@ -100,13 +101,17 @@ class RunningStatistics:
             elif len({digest for *_, digest in each}) > 1:
                 value = self._places[name].value
                 assert value is not None
-                dist.broadcast(value.detach(), group=self._session.process_group, group_src=0)
+                try:
+                    dist.broadcast(value.detach(), group=self._session.process_group, group_src=0)
+                except RuntimeError as error:
+                    raise self._session.engine.explain(error) from error
 
     def start(self) -> None:
         """Starts to exchange what the last forward pass has left."""
         if not self._sizes:
             return
-        flats = torch.cat([self._value(name).float().reshape(-1) for name in self._sizes])
+        flats = self._flats()
+        self._sent = flats.clone()
         handle = self._session.engine.allreduce(
             [flats], names=("(running statistics)",), step=self._session.step, order=Order(-1, -1)
         )
@@ -118,10 +123,17 @@ class RunningStatistics:
             return
         (handle, flats), self._means = self._means, None
         handle.wait()
-        parts = torch.split(flats, list(self._sizes.values()))
+        # Further forward passes may have changed them; the next exchange has the rest.
+        now = self._flats()
+        changed = now + (flats - self._sent)
+        means = torch.where(now == self._sent, flats, changed)
+        parts = torch.split(means, list(self._sizes.values()))
         for name, part in zip(self._sizes, parts, strict=True):
             value = self._value(name)
             value.copy_(part.view(value.shape))
+
+    def _flats(self) -> torch.Tensor:
+        return torch.cat([self._value(name).float().reshape(-1) for name in self._sizes])
 
     def _value(self, name: str) -> torch.Tensor:
         value, numel = self._places[name].value, self._sizes[name]

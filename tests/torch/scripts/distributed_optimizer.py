@@ -640,6 +640,26 @@ def norms(rank):
             "gap": float((first - mean).abs().max())}  # fmt: skip
 
 
+def micro_batches(rank):
+    """Two forward and backward passes for each step, without no_sync()."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    alone = copy.deepcopy(model)
+    optimizer = hipress.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters()
+    )
+    alone.load_state_dict(model.state_dict())  # the parameters of rank 0
+    for step in range(6):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(x).pow(2).mean().backward()
+        alone(x)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.synchronize()
+    mean = mean_of(alone[1].running_mean)
+    return float((model[1].running_mean - mean).abs().max())
+
+
 def parts(rank):
     """Two parts of a model are called one after the other; no module holds both."""
     torch.manual_seed(7)
@@ -797,7 +817,21 @@ def alternating(rank):
     return both(rank, script)
 
 
-def left_out(rank):
+def unused_residuals(rank):
+    """All ranks leave a compressed layer out for some steps, in which its residual is sent."""
+
+    def script(run):
+        for step in range(8):
+            run.train([step], use=step % 4 == 0)
+
+    return both(rank, script, codec="onebit")
+
+
+def left_out_and_saved(rank):
+    return left_out(rank, saves=True)
+
+
+def left_out(rank, saves=False):
     """Rank 0 alone skips a batch whose backward pass has failed."""
     run = Run("own", rank, delays=0.002).train(range(2))
 
@@ -810,6 +844,8 @@ def left_out(rank):
             with suppress(MemoryError):
                 run.train([2])
             handle.remove()
+            if saves:
+                run.optimizer.state_dict()
         run.train(range(3 if rank == 0 else 2, 6))
 
     return error_of(script)
@@ -856,12 +892,15 @@ def watched(rank):
     """Threads of rank 0 read parameters all the time."""
 
     def script(run):
-        is_over = threading.Event()
+        is_over, errors = threading.Event(), []
 
         def look():
             while not is_over.is_set():
-                for parameter in run.module.parameters():
-                    float(parameter.detach().sum())
+                try:
+                    for parameter in run.module.parameters():
+                        float(parameter.detach().sum())
+                except Exception as error:
+                    errors.append(repr(error))
                 time.sleep(0.001)
 
         threads = [threading.Thread(target=look) for _ in range(2 if rank == 0 else 0)]
@@ -871,6 +910,7 @@ def watched(rank):
         is_over.set()
         for thread in threads:
             thread.join()
+        return errors
 
     return both(rank, script, ("own", "barrier"))
 
@@ -885,11 +925,13 @@ def interrupted(rank):
         run.step()
         if run.kind == "own":
             exchanger = run.optimizer._exchanger
-            with mock.patch.object(exchanger, "_step_inner", side_effect=KeyboardInterrupt):
+            with mock.patch.object(exchanger, "_step_inner", side_effect=KeyboardInterrupt) as one:
                 with suppress(KeyboardInterrupt):
                     run.loss(99)
+            was_called = one.called
         run.losses[3:] = []
         run.train(range(3, 5))
+        return run.kind != "own" or was_called
 
     return both(rank, script, ("own", "barrier"), delays=0.01)
 
