@@ -3,17 +3,20 @@
 Gradients of fewer than 2**17 elements are one chunk; larger ones are cut.
 """
 
+import _thread
 import dataclasses
 import itertools
+import queue
 import sys
 import threading
 import time
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import hipress
-from hipress.casync.engine.engine import Options
+from hipress.casync.engine.engine import Engine, Options
 from hipress.casync.engine.exchange import Exchange
 from hipress.casync.engine.executors import Executor
 from hipress.casync.engine.loopback import Hub, Loopback
@@ -991,3 +994,12 @@ def test_busy_times_end_with_a_failure(ordered, monkeypatch):
 
     ((before, after),) = run(1, work, ordered=ordered)
     assert before == after
+
+
+def test_a_thread_of_gloo_does_not_join_itself():
+    """Catches: an abort where such a thread frees the last reference to an engine's owner."""
+    engine = Engine(Loopback(Hub(1), 0), HashStore())
+    closed = queue.SimpleQueue()
+    engine.transport.close = lambda: closed.put(threading.current_thread().name)
+    _thread.start_new_thread(engine.close, ())  # Python did not make it
+    assert closed.get(timeout=20) == "hipress-close"

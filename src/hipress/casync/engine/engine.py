@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -388,6 +389,15 @@ class Engine:
         if not self._is_own or self.is_closed:
             return
         self.is_closed = True
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            self._close()
+            return
+        # A thread of gloo may free the last tensor, and so whoever owns this engine. The group that
+        # it belongs to would join it, which aborts the process.
+        with suppress(RuntimeError):  # at the end of Python no thread starts any more
+            threading.Thread(target=self._close, name="hipress-close").start()
+
+    def _close(self) -> None:
         self._heartbeats.close()
         ended = self.executor.close()
         self._callback_threads.close()
